@@ -1,0 +1,121 @@
+"""Settings and errors that every layer shares. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class AugTreeError(Exception):
+    """Base of every error that a user can cause.
+
+    An error has four parts, so that it can be acted on without reading code.
+
+    Args:
+        what: what is wrong, one clause.
+        values: the offending values, with the flag, file or field that holds them.
+        rule: the rule that they break.
+        remedy: what to change.
+    """
+
+    def __init__(self, what: str, *, values: str = "", rule: str = "", remedy: str = "") -> None:
+        self.what, self.values, self.rule, self.remedy = what, values, rule, remedy
+        parts = [what]
+        parts += [f"  {name}: {text}" for name, text in
+                  (("values", values), ("rule", rule), ("remedy", remedy)) if text]
+        super().__init__("\n".join(parts))
+
+
+class UnsupportedError(AugTreeError):
+    """A combination of settings that AugTree does not compute exactly, refused at start-up."""
+
+
+class InfeasiblePlanError(AugTreeError):
+    """A forced plan, or a memory budget, that no plan satisfies."""
+
+
+class InputError(AugTreeError):
+    """Data that cannot be used: a malformed group file, ranks given different data."""
+
+
+#: ``--context-parallel-mode`` values, in the order the documentation lists them.
+MODES = ("ring", "ring-reuse", "ring-reuse-per-response", "gather-reuse", "augtree")
+
+#: Keys of ``--augtree-force``.
+FORCE_KEYS = ("degree", "lane_degree", "copies", "primitive", "phase", "chunks", "waves")
+
+
+@dataclass(frozen=True)
+class AugTreeConfig:
+    """What a user may choose; ``mcore/arguments.py`` makes the flags from these fields.
+
+    Attributes:
+        mode: one of ``MODES``.
+        degree: ``--context-parallel-size``; under ``augtree`` the upper limit of a block
+            (0 means the pool), under the baselines the degree itself (0 means the pool).
+        force: ``key=value,...`` over ``FORCE_KEYS``; empty leaves everything to the planner.
+        plan_path: a plan in JSON to run instead of planning; empty plans.
+        memory_budget_gib: upper limit of predicted peak memory above the built model, GiB a rank;
+            0 means no limit.
+        min_shared_rows: groups share a spine only where it has at least this many rows.
+        kernel: attention kernel, ``auto``, ``reference`` or ``cpu_flash``.
+        cluster: preset that prices plans, see ``planning/cluster.py``.
+        logit_chunk_mib: logits kept at once by the output layer, MiB.
+        trace_dir: folder for Chrome-trace JSON; empty writes none.
+    """
+
+    mode: str = "augtree"
+    degree: int = 0
+    force: str = ""
+    plan_path: str = ""
+    memory_budget_gib: float = 0.0
+    min_shared_rows: int = 16
+    kernel: str = "auto"
+    cluster: str = "cpu"
+    logit_chunk_mib: int = 256
+    trace_dir: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise AugTreeError(
+                "unknown context-parallel mode",
+                values=f"--context-parallel-mode {self.mode}",
+                rule=f"the mode is one of {', '.join(MODES)}",
+                remedy="correct the spelling, or leave the flag out for stock Megatron",
+            )
+        if self.degree < 0 or self.memory_budget_gib < 0 or self.min_shared_rows < 1:
+            raise AugTreeError(
+                "a setting is out of range",
+                values=f"--context-parallel-size {self.degree}, --augtree-memory-budget-gib "
+                f"{self.memory_budget_gib}, --augtree-min-shared-rows {self.min_shared_rows}",
+                rule="sizes and budgets are not negative, shared rows are at least 1",
+                remedy="correct the flag",
+            )
+
+    def forced(self) -> dict[str, int | str]:
+        """``force`` as a dictionary; numbers are integers.
+
+        Raises:
+            AugTreeError: an unknown key, a repeated key, or a value of the wrong kind.
+        """
+        return parse_force(self.force)
+
+
+def parse_force(text: str) -> dict[str, int | str]:
+    """``"degree=2,primitive=gather_kv"`` -> ``{"degree": 2, "primitive": "gather_kv"}``."""
+    words = {"primitive": ("gather_kv", "move_kv", "move_q", "local"), "phase": ("fused", "phased")}
+    forced: dict[str, int | str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, sign, value = (part.strip() for part in item.partition("="))
+        good = key in FORCE_KEYS and sign and key not in forced
+        good = good and (value in words[key] if key in words else value.isdigit() and int(value) > 0)
+        if not good:
+            raise AugTreeError(
+                "cannot read a forced plan",
+                values=f"--augtree-force {text!r}, at {item!r}",
+                rule=f"key=value pairs, each key once: {', '.join(FORCE_KEYS)}; phase is one of "
+                f"{', '.join(words['phase'])}, primitive one of {', '.join(words['primitive'])}, "
+                "the others positive integers",
+                remedy="correct or remove the pair",
+            )
+        forced[key] = value if key in words else int(value)
+    return forced

@@ -1,0 +1,120 @@
+"""Arguments -> process group, configuration and ``GPTModel``, for launchers that run on CPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_augtree.mcore import cpu
+from megatron_augtree.mcore.arguments import check_supported
+from megatron_augtree.mcore.layer_spec import augtree_spec, prepare_model
+
+
+def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
+    """Installs the CPU shims, joins the gloo process group and sets Megatron's parallel state and seeds.
+
+    Under torchrun the world is torchrun's; otherwise it is this process alone. A process group that exists
+    is used as it is.
+
+    Args:
+        args: checked by ``check_supported`` before anything is started.
+        seed: of Megatron's random-state trackers; the same on all ranks.
+        timeout_s: seconds after which a collective that a rank never enters fails.
+    """
+    check_supported(args)
+    cpu.install()
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group("gloo", timeout=timeout)
+        else:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if not parallel_state.is_initialized():
+        # --context-parallel-size limits plans; Megatron's own groups see the pool as one dp_cp group.
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Undoes :func:`initialize`: parallel state, process group and shims."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    cpu.restore()
+
+
+def build_config(args: argparse.Namespace) -> TransformerConfig:
+    """The configuration of the model that the arguments describe.
+
+    Raises:
+        UnsupportedError: a setting that AugTree does not compute exactly.
+    """
+    check_supported(args)
+    dtype = getattr(torch, args.dtype)
+    hidden = args.hidden_size
+    # Megatron's defaults: a gated MLP has three matrices, kept at two thirds of the width of two.
+    default = max(64, int(4 * hidden * 2 / 3 / 64) * 64) if args.swiglu else 4 * hidden
+    ffn = args.ffn_hidden_size or default
+    activation = {"activation_func": torch.nn.functional.silu} if args.swiglu else {}
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=hidden,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        ffn_hidden_size=ffn,
+        kv_channels=args.kv_channels,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        gated_linear_unit=args.swiglu,
+        add_bias_linear=not args.disable_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        rotary_interleaved=args.rotary_interleaved,
+        softmax_scale=args.softmax_scale,
+        init_method_std=args.init_method_std,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        **activation,
+    )
+
+
+def build_model(args: argparse.Namespace, *, augtree: bool, seed: int,
+                logit_chunk_mib: int = 256) -> GPTModel:
+    """A ``GPTModel`` of megatron-core's own modules.
+
+    The weights depend on ``seed`` and the shape only: stock and AugTree models are equal, on every rank, and
+    a model of another dtype holds the same fp32 numbers, rounded. The process's random state is left alone.
+
+    Args:
+        args: of ``add_model_arguments``.
+        augtree: with AugTree's attention, rotary embedding and output layer (``prepare_model``).
+        seed: of the weights.
+        logit_chunk_mib: see ``prepare_model``.
+    """
+    config = build_config(args)
+    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPTModel(
+            config, augtree_spec(spec) if augtree else spec, vocab_size=args.vocab_size,
+            max_sequence_length=args.max_position_embeddings, position_embedding_type="rope",
+            rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        )
+    model.to(config.params_dtype)  # torch's norms are built in fp32
+    if augtree:
+        prepare_model(model, logit_chunk_mib=logit_chunk_mib)
+    return model

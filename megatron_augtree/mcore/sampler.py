@@ -1,0 +1,174 @@
+"""From groups to steps: a batch sampler with the planner hooked in.
+
+The sampler yields the numbers of the groups of one step. The loader's collate function (in a data worker, or in
+the main process) turns them into a `StepBatch`: trees, and a plan from their lengths. Planning is pure: every rank
+plans for itself, and the main process compares digests before the first forward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.data import DataLoader
+
+from megatron_augtree.config import AugTreeConfig, InputError
+from megatron_augtree.data.groups import Group, fingerprint
+from megatron_augtree.planning.baselines import UNSHARED, baseline_plan
+from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.plan import Plan
+from megatron_augtree.planning.planner import make_plan
+from megatron_augtree.planning.tree import Forest, TokenSequence, from_sequences
+
+#: More rows than any prompt has: trees of different groups never merge.
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step: its groups, their trees and the plan. Sequences are numbered group by group.
+
+    Attributes:
+        groups: the groups, the same on every rank.
+        forest, plan: what is computed, and how.
+        fingerprint: hash of the groups; ranks compare it.
+    """
+
+    groups: tuple[Group, ...]
+    forest: Forest
+    plan: Plan
+    fingerprint: str
+
+    @property
+    def logical_rows(self) -> int:
+        """Loss-bearing logical rows of the step."""
+        return sum(len(rows) for rows in self.forest.logical)
+
+    @property
+    def unshared_rows(self) -> int:
+        """Rows that a run without sharing computes."""
+        return sum(max(len(g.prompt) + len(r.tokens) - 1, 0) for g in self.groups for r in g.responses)
+
+
+def model_shape(config: TransformerConfig, vocab_size: int) -> ModelShape:
+    """Sizes of a megatron-core model, as the planner wants them."""
+    item = torch.empty((), dtype=config.params_dtype).element_size()
+    return ModelShape(
+        layers=config.num_layers, hidden=config.hidden_size, ffn=config.ffn_hidden_size, vocab=vocab_size,
+        q_heads=config.num_attention_heads, kv_heads=config.num_query_groups or config.num_attention_heads,
+        k_dim=config.kv_channels, v_dim=config.kv_channels, gated=config.gated_linear_unit, item_bytes=item,
+        accum_bytes=max(item, 4))
+
+
+def sequences_of(groups: Sequence[Group]) -> tuple[list[TokenSequence], list[int]]:
+    """Every response with its prompt as one sequence, and the group number of each."""
+    sequences, numbers = [], []
+    for number, group in enumerate(groups):
+        for response in group.responses:
+            tokens = np.asarray([*group.prompt, *response.tokens], np.int64)
+            # A response's first token is the target of the prompt's last row.
+            scored = np.concatenate([np.zeros(len(group.prompt) - 1, bool), np.asarray(response.loss_mask, bool)])
+            sequences.append(TokenSequence(tokens, scored, _salt(group, response)))
+            numbers.append(number)
+    return sequences, numbers
+
+
+def _salt(group: Group, response) -> np.ndarray | None:
+    if group.prompt_salt is None and response.salt is None:
+        return None
+    prompt = group.prompt_salt or (0,) * len(group.prompt)
+    own = response.salt or (0,) * len(response.tokens)
+    return np.asarray([*prompt, *own], np.int64)
+
+
+def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: AugTreeConfig) -> StepBatch:
+    """Trees and plan of one step, in any mode.
+
+    Args:
+        groups: the step's groups.
+        model: sizes of the model.
+        world: ranks of the pool.
+        config: the mode and its limits.
+
+    Raises:
+        InfeasiblePlanError: a forced plan or a memory budget that nothing satisfies.
+        AugTreeError: a plan file that cannot be read or does not fit.
+    """
+    sequences, numbers = sequences_of(groups)
+    minimum = config.min_shared_rows if config.mode == "augtree" else _NEVER
+    forest = from_sequences(sequences, groups=numbers, min_shared_rows=minimum,
+                            share=config.mode not in UNSHARED)
+    if config.plan_path:
+        plan = _read_plan(config.plan_path)
+    elif config.mode == "augtree":
+        plan = make_plan(forest.shape, model, world, config, tree_groups=_tree_groups(forest, numbers))
+    else:
+        plan = baseline_plan(config.mode, forest.shape, _tree_groups(forest, numbers), world, config.degree)
+    return StepBatch(tuple(groups), forest, plan, fingerprint(groups))
+
+
+def _tree_groups(forest: Forest, numbers: Sequence[int]) -> list[int]:
+    first: dict[int, int] = {}
+    for path, number in zip(forest.paths, numbers, strict=True):
+        if path:
+            first.setdefault(path[0], number)
+    return [first[root] for root in forest.shape.roots]
+
+
+def _read_plan(path: str) -> Plan:
+    try:
+        with open(path, encoding="utf-8") as file:
+            plan = Plan.from_json(json.load(file))
+    except (OSError, ValueError) as error:
+        raise InputError("cannot read a plan file", values=f"--augtree-plan {path}: {error}",
+                         rule="the file holds the JSON of one plan", remedy="write it again") from error
+    plan.check(pairs=True)
+    return plan
+
+
+class GroupSampler:
+    """Yields the group numbers of one step after the other, epoch after epoch, in file order.
+
+    Args:
+        groups: how many groups there are.
+        batch: groups of a step.
+        consumed: groups used before (from a checkpoint); the next step starts there.
+        steps: how many steps to yield.
+    """
+
+    def __init__(self, groups: int, batch: int, *, consumed: int = 0, steps: int = 1) -> None:
+        if groups < 1 or batch < 1:
+            raise InputError("nothing to train on", values=f"{groups} groups, --global-batch-size {batch}",
+                             rule="a step takes at least one group", remedy="give a file with groups")
+        self.groups, self.batch, self.consumed, self.steps = groups, batch, consumed, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.steps):
+            start = self.consumed + step * self.batch
+            yield [(start + i) % self.groups for i in range(self.batch)]
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """Picklable: a worker process plans with it."""
+
+    model: ModelShape
+    world: int
+    config: AugTreeConfig
+
+    def __call__(self, groups: list[Group]) -> StepBatch:
+        return plan_step(groups, self.model, self.world, self.config)
+
+
+def step_loader(groups: Sequence[Group], sampler: GroupSampler, model: ModelShape, world: int,
+                config: AugTreeConfig, *, workers: int = 0) -> DataLoader:
+    """A loader of `StepBatch`es; with workers, steps are planned while the device runs earlier ones."""
+    return DataLoader(list(groups), batch_sampler=sampler, collate_fn=_Collate(model, world, config),
+                      num_workers=workers)

@@ -1,0 +1,202 @@
+"""A `forward_backward_func` with Megatron's signature that plays a plan instead of a list of micro-batches.
+
+The data iterator yields a `StepBatch`. `forward_step_func` is called once for every pass of this rank, with an
+iterator that yields one `MicroBatch`; it runs the model on it and returns (output, loss function), as everywhere in
+Megatron. The loss function sees whole sequences (`SequenceValues`) and returns its additive share and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_augtree.attention.kernels import get_kernel
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
+from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.mcore.sampler import StepBatch
+from megatron_augtree.runtime.engine import Engine, LossFn, StepResult
+from megatron_augtree.runtime.layout import LocalRows
+from megatron_augtree.runtime.logprob import row_values
+from megatron_augtree.runtime.trace import Trace
+from megatron_augtree.runtime.transport import DistTransport, Transport
+from megatron_augtree.runtime.tree_attention import PassContext
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model is called with for one pass.
+
+    Attributes:
+        input_ids: [1, T] ids of this rank's rows.
+        packed: rides through the model as `packed_seq_params`.
+    """
+
+    input_ids: Tensor
+    packed: AugTreePackedSeqParams
+
+
+def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module, loss_fn: LossFn | None = None) \
+        -> tuple[Tensor, LossFn | None]:
+    """The plain forward step: bind `loss_fn` with functools.partial."""
+    batch = next(data_iterator)
+    output = model(batch.input_ids, None, None, packed_seq_params=batch.packed)
+    return output, loss_fn
+
+
+@dataclass
+class AugTreeSchedule:
+    """Plays steps. Call it as Megatron's `forward_backward_func`.
+
+    Attributes:
+        config: mode and settings.
+        temperature: logits are divided by it.
+        entropy: values hold a second column, the entropy of each row.
+        transport: the pool; None makes one on Megatron's data-parallel group with context parallelism.
+        last: the result of the last step played.
+        trace: spans of the steps, where `config.trace_dir` asks for them.
+    """
+
+    config: AugTreeConfig
+    temperature: float = 1.0
+    entropy: bool = False
+    transport: Transport | None = None
+    last: StepResult | None = None
+    trace: Trace | None = None
+    _engines: dict[int, tuple[StepBatch, Engine]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.transport is None:
+            self.transport = DistTransport(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if self.config.trace_dir:
+            self.trace = Trace()
+
+    def __call__(self, *, forward_step_func: Callable, data_iterator: Iterator[StepBatch], model: Any,
+                 num_microbatches: int = 1, seq_length: int = 0, micro_batch_size: int = 1,
+                 decoder_seq_length: int | None = None, forward_only: bool = False,
+                 collect_non_loss_data: bool = False, collect: bool = False, **megatron: Any) -> list[dict]:
+        """Play one step: forward, backward, and Megatron's gradient finalisation.
+
+        Args:
+            forward_step_func: see the module's docstring.
+            data_iterator: yields a `StepBatch`; the same on every rank.
+            model: the model, or a list of one (no virtual pipeline).
+            forward_only: no backward.
+            collect: keep the values of all logical rows in `last.values`.
+
+        Returns:
+            A list of one dictionary: the loss and its metrics, the same on every rank.
+        """
+        chunk = _only_chunk(model)
+        batch = next(data_iterator)
+        engine = self._engine(batch)
+        call = _PassCall(self, forward_step_func, chunk, batch)
+        engine.model = call.run
+        self.last = engine.play(call.loss, forward_only=forward_only, collect=collect,
+                                scale=_grad_scale(chunk))
+        if not forward_only:
+            finalize_gradients(chunk, self.transport)
+        return [{"loss": self.last.loss, **self.last.metrics}]
+
+    def _engine(self, batch: StepBatch) -> Engine:
+        """The engine of a step; one that was played before keeps its compiled programs."""
+        known = self._engines.get(id(batch))
+        if known is not None and known[0] is batch:
+            return known[1]
+        compare_ranks(self.transport, batch)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else \
+            torch.device("cpu")
+        engine = Engine(batch.plan, batch.forest, None, self.transport, get_kernel(self.config.kernel, device),
+                        device, self.trace)
+        self._engines = {id(batch): (batch, engine)}
+        return engine
+
+
+@dataclass
+class _PassCall:
+    """Connects Megatron's forward step to the engine for one step."""
+
+    schedule: AugTreeSchedule
+    forward_step_func: Callable
+    model: torch.nn.Module
+    batch: StepBatch
+    loss_fn: LossFn | None = None
+
+    def run(self, local: LocalRows, context: PassContext) -> Tensor:
+        """[n, k] values of the scored rows of a pass."""
+        targets = torch.empty_like(local.positions)
+        targets[local.scored] = local.targets
+
+        def score(logits: Tensor, rows: Tensor) -> Tensor:
+            return row_values(logits, targets[rows], temperature=self.schedule.temperature,
+                              entropy=self.schedule.entropy)
+
+        packed = AugTreePackedSeqParams(positions=local.positions, context=context, scored=local.scored,
+                                        score=score)
+        micro = MicroBatch(local.inputs.unsqueeze(0), packed)
+        output, self.loss_fn = self.forward_step_func(iter([micro]), self.model)
+        return output.squeeze(0)
+
+    def loss(self, values) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss function that the forward step returned; none gives zero."""
+        if self.loss_fn is None:
+            return values.values.sum() * 0, {}
+        result = self.loss_fn(values)
+        if not isinstance(result, tuple) or len(result) != 2:
+            count = len(result) if isinstance(result, tuple) else 1
+            raise AugTreeError("a loss function returned the wrong number of values", values=f"{count} values",
+                               rule="it returns (additive share of the loss, metrics): normalise by global "
+                               "denominators, AugTree scales nothing by tokens",
+                               remedy="divide by rl.losses.Denominators and drop the token count")
+        return result
+
+
+def compare_ranks(transport: Transport, batch: StepBatch) -> None:
+    """Fail on every rank, before any other exchange, where ranks hold different steps.
+
+    Raises:
+        InputError: names the ranks that differ from rank 0.
+    """
+    texts = transport.same(f"{batch.plan.digest()}/{batch.fingerprint}")
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if others:
+        what = "plans" if all(t.split("/")[1] == texts[0].split("/")[1] for t in texts) else "groups"
+        raise InputError(f"ranks hold different {what}", values=f"ranks {others} differ from rank 0",
+                         rule="every rank of the pool is given the same groups and settings",
+                         remedy="check --data-path, --seed and the AugTree flags on these ranks")
+
+
+def _only_chunk(model: Any) -> torch.nn.Module:
+    chunks = model if isinstance(model, list) else [model]
+    if len(chunks) != 1:
+        raise AugTreeError("several model chunks", values=f"{len(chunks)} chunks",
+                           rule="pipeline parallelism is not supported", remedy="use one chunk")
+    return chunks[0]
+
+
+def _config_of(model: torch.nn.Module) -> Any:
+    while not hasattr(model, "config"):
+        model = model.module
+    return model.config
+
+
+def _grad_scale(model: torch.nn.Module) -> float:
+    scale = getattr(_config_of(model), "grad_scale_func", None)
+    return float(scale(torch.ones(1))) if scale is not None else 1.0
+
+
+def finalize_gradients(model: torch.nn.Module, transport: Transport) -> None:
+    """Megatron's own finalisation where the model has one; otherwise sum the gradients over the pool."""
+    finalize = getattr(_config_of(model), "finalize_model_grads_func", None)
+    if finalize is not None:
+        finalize([model], None)
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.copy_(transport.total(parameter.grad))

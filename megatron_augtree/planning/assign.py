@@ -1,0 +1,103 @@
+"""Items to bins: the two assignments that planning needs, on integers, each with its guarantee.
+
+Items are leaves with their cost, bins are lanes that already carry load; or trees, and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: `exact` stops being instant beyond this many items.
+EXACT_ITEMS = 10
+
+
+def longest_first(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Give each item, heaviest first, to the least loaded bin.
+
+    Guarantee: with empty bins the largest load is at most 4/3 - 1/(3 bins) of the smallest possible one
+    (Graham 1969). Ties go to the lower index, so the result is the same everywhere.
+
+    Args:
+        weights: [item] non-negative costs.
+        loads: [bin] what the bins carry already.
+
+    Returns:
+        [item] -> bin.
+    """
+    current, where = list(loads), [0] * len(weights)
+    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        target = min(range(len(current)), key=lambda b: (current[b], b))
+        where[item] = target
+        current[target] += weights[item]
+    return where
+
+
+def exact(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """The assignment with the smallest largest load, by branch and bound; for up to `EXACT_ITEMS` items.
+
+    Guarantee: optimal. Items go heaviest first; a branch ends where a bin already reaches the best known
+    largest load; of equally loaded bins only the first is tried.
+    """
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    best = longest_first(weights, loads)
+    limit = largest_load(weights, loads, best)
+    floor = max([*loads, -(-(sum(loads) + sum(weights)) // len(loads))])
+    where, current = [0] * len(weights), list(loads)
+
+    def place(depth: int) -> None:
+        nonlocal best, limit
+        if limit <= floor:
+            return
+        if depth == len(order):
+            best, limit = list(where), max(current)
+            return
+        item, tried = order[depth], set()
+        for bin_ in range(len(current)):
+            if current[bin_] in tried or current[bin_] + weights[item] >= limit:
+                continue
+            tried.add(current[bin_])
+            where[item] = bin_
+            current[bin_] += weights[item]
+            place(depth + 1)
+            current[bin_] -= weights[item]
+
+    place(0)
+    return best
+
+
+def assign(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """`exact` for few items, `longest_first` for many."""
+    few = len(weights) <= EXACT_ITEMS and len(loads) ** min(len(weights), 8) <= 4096
+    return exact(weights, loads) if few else longest_first(weights, loads)
+
+
+def largest_load(weights: Sequence[int], loads: Sequence[int], where: Sequence[int]) -> int:
+    """The largest load of an assignment."""
+    current = list(loads)
+    for weight, target in zip(weights, where):
+        current[target] += weight
+    return max(current)
+
+
+def level(loads: Sequence[int], amount: int) -> list[int]:
+    """Share `amount` among bins so that the lowest are filled up first (water filling).
+
+    Guarantee: the largest resulting load is the smallest possible, up to one unit a bin.
+
+    Returns:
+        [bin] amounts, summing to `amount`.
+    """
+    order = sorted(range(len(loads)), key=lambda b: (loads[b], b))
+    shares, left, height = [0] * len(loads), amount, loads[order[0]] if loads else 0
+    for count, bin_ in enumerate(order, start=1):
+        ceiling = loads[order[count]] if count < len(order) else None
+        rise = left // count if ceiling is None else min(ceiling - height, left // count)
+        for filled in order[:count]:
+            shares[filled] += rise
+        left -= rise * count
+        height += rise
+        if ceiling is not None and height < ceiling:
+            break
+    for filled in order[:left]:
+        shares[filled] += 1
+    return shares

@@ -1,0 +1,71 @@
+"""What one row and one (query, key) pair of a model cost: floating-point operations and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer, as one rank holds it.
+
+    Attributes:
+        layers, hidden, ffn, vocab: sizes; `ffn` is the width of the MLP's inner layer.
+        q_heads, kv_heads: query heads and KV heads.
+        k_dim, v_dim: width of a key (and query) head and of a value head.
+        gated: the MLP has a gate (SwiGLU).
+        item_bytes: bytes of an activation element on the wire (2 bf16, 4 fp32, 8 fp64).
+        accum_bytes: bytes of a partial result or gradient on the wire (4, or 8 in fp64 runs).
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    vocab: int
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    gated: bool = False
+    item_bytes: int = 4
+    accum_bytes: int = 4
+
+    @property
+    def linear_flops(self) -> int:
+        """Forward operations of the linear layers for one row in one layer."""
+        qkv = self.hidden * (self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim))
+        proj = self.q_heads * self.v_dim * self.hidden
+        mlp = self.hidden * self.ffn * (3 if self.gated else 2)
+        return 2 * (qkv + proj + mlp)
+
+    @property
+    def pair_flops(self) -> int:
+        """Forward operations of attention for one (query row, key row) pair in one layer."""
+        return 2 * self.q_heads * (self.k_dim + self.v_dim)
+
+    @property
+    def vocab_flops(self) -> int:
+        """Forward operations of the vocabulary projection for one scored row."""
+        return 2 * self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one row in one layer."""
+        return self.kv_heads * (self.k_dim + self.v_dim) * self.item_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Activations that one row keeps for the backward of one layer, without recompute.
+
+        Counted per tensor that autograd saves: two norms and their inputs (4 h), QKV projection input and
+        output, rotated q and k, attention output twice (heads and projection input), lse, MLP inner
+        activations before and after the non-linearity, residuals.
+        """
+        qkv = self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
+        rotated = self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
+        attention = self.q_heads * (self.v_dim + 1)
+        mlp = self.ffn * (4 if self.gated else 2)
+        return (6 * self.hidden + qkv + rotated + mlp) * self.item_bytes + attention * self.accum_bytes
+
+    def to_json(self) -> dict:
+        return asdict(self)

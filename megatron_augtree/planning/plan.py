@@ -1,0 +1,270 @@
+"""A plan: everything that is decided for one optimizer step, frozen, without tensors or process groups.
+
+A plan is a small graph of passes and the order in which they are played. Passes of one *job* work on one block
+of ranks and together hold the trees (or the parts of a tree) that the job took; a spine that two jobs share is
+held by both, a prompt copy each. All ranks play the same list of events and skip those of other blocks, so
+there is one global order and no cyclic wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_augtree.config import AugTreeError
+from megatron_augtree.planning.compiler import PRIMITIVES, compile_pass
+from megatron_augtree.planning.placement import Placement, Span, count
+from megatron_augtree.planning.schedule import Program, check
+from megatron_augtree.planning.tree import ForestShape
+
+KINDS = ("fused", "prefill", "chunk", "replay")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward, and later one backward, of the model over a block's rows.
+
+    Attributes:
+        id: position in `Plan.passes`.
+        job: the job it belongs to.
+        kind: one of `KINDS`.
+        block: pool ranks, in block order.
+        placement: [block rank] -> spans.
+        reads: passes of the job whose keys and values this one uses.
+        primitive, pieces: how queries meet keys held elsewhere.
+        keep: received keys, values and queries are kept for the backward.
+    """
+
+    id: int
+    job: int
+    kind: str
+    block: tuple[int, ...]
+    placement: Placement
+    reads: tuple[int, ...] = ()
+    primitive: str = "gather_kv"
+    pieces: int = 1
+    keep: bool = True
+
+    @cached_property
+    def nodes(self) -> frozenset[int]:
+        return frozenset(span.node for spans in self.placement for span in spans)
+
+
+class Event(NamedTuple):
+    """`action` is ``forward`` or ``backward``."""
+
+    action: str
+    pass_id: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All passes of one step and their order.
+
+    Attributes:
+        world: ranks of the pool.
+        mode: the ``--context-parallel-mode`` that made it.
+        shape: the forest it was made for.
+        passes, events: what is played.
+        note: why this plan, in a line.
+        seconds, peak_bytes: predicted step time, ns precision, and largest memory of a rank above the model.
+        pricing: digest of the constants it was priced with; part of the plan's digest.
+    """
+
+    world: int
+    mode: str
+    shape: ForestShape
+    passes: tuple[Pass, ...]
+    events: tuple[Event, ...]
+    note: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    pricing: str = ""
+    _programs: dict = field(default_factory=dict, compare=False, repr=False)
+
+    def program(self, pass_id: int) -> Program:
+        """The pass's forward program, compiled once."""
+        if pass_id not in self._programs:
+            p = self.passes[pass_id]
+            states = [(read, self.passes[read].placement) for read in p.reads]
+            self._programs[pass_id] = compile_pass(self.shape, p.placement, states=states, primitive=p.primitive,
+                                                   pieces=p.pieces)
+        return self._programs[pass_id]
+
+    @cached_property
+    def jobs(self) -> tuple[tuple[int, ...], ...]:
+        """[job] -> its passes."""
+        jobs: dict[int, list[int]] = {}
+        for p in self.passes:
+            jobs.setdefault(p.job, []).append(p.id)
+        return tuple(tuple(jobs[job]) for job in sorted(jobs))
+
+    @cached_property
+    def job_of_node(self) -> dict[int, int]:
+        """The job that answers for the sequences that end in a node: the first that holds it."""
+        found: dict[int, int] = {}
+        for job, passes in enumerate(self.jobs):
+            for node in sorted({n for p in passes for n in self.passes[p].nodes}):
+                found.setdefault(node, job)
+        return found
+
+    @property
+    def provides(self) -> frozenset[int]:
+        """Passes whose keys and values are kept for later passes."""
+        return frozenset(read for p in self.passes for read in p.reads)
+
+    def rows_of_rank(self, rank: int) -> int:
+        """Rows that a pool rank computes, prompt copies included."""
+        return sum(count(p.placement[p.block.index(rank)]) for p in self.passes if rank in p.block)
+
+    def digest(self) -> str:
+        """A hash of everything that the ranks must agree on."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict:
+        passes = [{**asdict(p), "placement": [[list(s) for s in spans] for spans in p.placement]}
+                  for p in self.passes]
+        return {"world": self.world, "mode": self.mode, "shape": asdict(self.shape), "passes": passes,
+                "events": [list(e) for e in self.events], "note": self.note, "seconds": self.seconds,
+                "peak_bytes": self.peak_bytes, "pricing": self.pricing}
+
+    @staticmethod
+    def from_json(data: dict) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            AugTreeError: a field is missing or malformed.
+        """
+        try:
+            shape = ForestShape(**{k: tuple(v) for k, v in data["shape"].items()})
+            passes = tuple(
+                Pass(**{**p, "block": tuple(p["block"]), "reads": tuple(p["reads"]),
+                        "placement": tuple(tuple(Span(*s) for s in spans) for spans in p["placement"])})
+                for p in data["passes"])
+            rest = {k: data[k] for k in ("world", "mode", "note", "seconds", "peak_bytes", "pricing")}
+            return Plan(shape=shape, passes=passes, events=tuple(Event(*e) for e in data["events"]), **rest)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise AugTreeError("cannot read a plan", values=f"{type(error).__name__}: {error}",
+                               rule="a plan is the JSON that Plan.to_json() writes",
+                               remedy="write the plan again with this version") from error
+
+    def check(self, *, pairs: bool = False) -> None:
+        """Assert that the plan computes every row and every pair and can be played.
+
+        Args:
+            pairs: also compile every pass and check its program.
+
+        Raises:
+            AugTreeError: the first broken rule.
+        """
+        for p in self.passes:
+            _check_pass(self, p)
+        for job, passes in enumerate(self.jobs):
+            _check_job(self, job, [self.passes[p] for p in passes])
+        missing = [n for n, ends in enumerate(self.shape.ends) if ends and n not in self.job_of_node]
+        _require(not missing, "every sequence's last node is in a job", f"nodes {missing[:8]} are in none")
+        _check_events(self)
+        if pairs:
+            for p in self.passes:
+                check(self.program(p.id), sum(self.shape.area(*s) for spans in p.placement for s in spans))
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def with_note(plan: Plan, note: str, seconds: float, peak_bytes: int, pricing: str) -> Plan:
+    """The same plan with what its price said."""
+    return replace(plan, note=note, seconds=seconds, peak_bytes=peak_bytes, pricing=pricing)
+
+
+def table(plan: Plan) -> str:
+    """The plan as text: a line a pass."""
+    rows = [("pass", "kind", "ranks", "rows a rank", "moves", "reads", "keep")]
+    for p in plan.passes:
+        moves = p.primitive if p.primitive != "gather_kv" else f"gather_kv in {p.pieces}"
+        held = " ".join(str(count(spans)) for spans in p.placement)
+        block = f"{p.block[0]}-{p.block[-1]}" if len(p.block) > 1 else str(p.block[0])
+        rows.append((str(p.id), p.kind, block, held, "nothing" if len(p.block) == 1 else moves,
+                     ",".join(map(str, p.reads)) or "-", "yes" if p.keep else "no"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    total = plan.shape.total_rows
+    head = (f"{plan.mode}: {total} rows in {len(plan.shape.roots)} trees on {plan.world} ranks, "
+            f"{len(plan.passes)} passes" + (f"; {plan.note}" if plan.note else ""))
+    return "\n".join([head, *lines])
+
+
+def _check_pass(plan: Plan, p: Pass) -> None:
+    _require(p.kind in KINDS and p.primitive in PRIMITIVES, "a pass has a known kind and primitive",
+             f"pass {p.id}: {p.kind}, {p.primitive}")
+    _require(plan.passes[p.id] is p, "passes are numbered in order", f"pass {p.id}")
+    _require(len(set(p.block)) == len(p.block) == len(p.placement) > 0
+             and all(0 <= rank < plan.world for rank in p.block),
+             "a block's ranks are distinct ranks of the pool", f"pass {p.id}: {p.block} of {plan.world}")
+    for read in p.reads:
+        _require(read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
+                 "a pass reads earlier passes of its job on its block", f"pass {p.id} reads {read}")
+    _require(p.primitive != "move_q" or bool(p.reads), "move_q needs prompt state", f"pass {p.id}")
+
+
+def _check_job(plan: Plan, job: int, passes: list[Pass]) -> None:
+    """Every row once; every ancestor's row where the pass can see it."""
+    shape = plan.shape
+    held: dict[int, list[tuple[int, int]]] = {}
+    for p in passes:
+        for spans in p.placement:
+            for span in spans:
+                held.setdefault(span.node, []).append((span.lo, span.hi))
+    for node, ranges in held.items():
+        _require(_covers(ranges, shape.rows[node]), "a job holds every row of its nodes once",
+                 f"job {job}, node {node}: {sorted(ranges)} of {shape.rows[node]} rows")
+        _require(shape.ancestors[node] <= held.keys(), "a job holds the ancestors of its nodes",
+                 f"job {job}, node {node}")
+    for p in passes:
+        seen = [plan.passes[q] for q in (*p.reads, p.id)]
+        for node in p.nodes:
+            last = max(span.hi for spans in p.placement for span in spans if span.node == node)
+            visible = [(s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == node]
+            _require(_covers([r for r in visible if r[0] < last], last), "a pass reads its node's earlier rows",
+                     f"pass {p.id}, node {node}")
+            for ancestor in shape.ancestors[node]:
+                visible = [(s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == ancestor]
+                _require(_covers(visible, shape.rows[ancestor]), "a pass reads all its ancestors' rows",
+                         f"pass {p.id}, node {node}, ancestor {ancestor}")
+
+
+def _covers(ranges: Iterable[tuple[int, int]], end: int) -> bool:
+    edge = 0
+    for lo, hi in sorted(ranges):
+        if lo != edge or hi <= lo:
+            return False
+        edge = hi
+    return edge == end
+
+
+def _check_events(plan: Plan) -> None:
+    forward: set[int] = set()
+    backward: set[int] = set()
+    for action, pass_id in plan.events:
+        p = plan.passes[pass_id]
+        if action == "forward":
+            _require(set(p.reads) <= forward - backward and pass_id not in forward,
+                     "a forward comes once, while the state it reads is alive", f"pass {pass_id}")
+            forward.add(pass_id)
+        else:
+            readers = {q.id for q in plan.passes if pass_id in q.reads}
+            _require(action == "backward" and pass_id in forward - backward and readers <= backward,
+                     "a backward comes once, after its readers'", f"{action} {pass_id}")
+            backward.add(pass_id)
+    _require(forward == backward == set(range(len(plan.passes))), "every pass has a forward and a backward",
+             f"forward {sorted(forward)}, backward {sorted(backward)}")
+
+
+def _require(good: bool, rule: str, values: str) -> None:
+    if not good:
+        raise AugTreeError("a plan breaks a rule", values=values, rule=rule,
+                           remedy="plan again; a plan that the planner made and that fails here is a bug")

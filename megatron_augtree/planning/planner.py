@@ -1,0 +1,211 @@
+"""Chooses a plan just before the update, from lengths alone: candidates -> feasible -> cheapest.
+
+The search goes from what matters most to what matters least: blocks, prompt copies and lanes first (imbalance
+costs more than traffic), then primitive and pieces, then phases and waves, which also take over where memory is
+short. The baselines' plans are candidates, so the predicted time is never worse than theirs. Ties go to the
+earlier candidate: same lengths, same plan, on every rank and machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError
+from megatron_augtree.planning.baselines import baseline_plan
+from megatron_augtree.planning.candidates import Choice, build
+from megatron_augtree.planning.cluster import GIB, Cluster, preset
+from megatron_augtree.planning.cost import NS, PassLoads, Prices
+from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.plan import Plan, with_note
+from megatron_augtree.planning.tree import ForestShape
+
+#: Baselines that are candidates too: those whose forest the planner has.
+_CANDIDATE_BASELINES = ("gather-reuse", "ring-reuse")
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan with its predicted time (ns) and largest memory of a rank (bytes)."""
+
+    plan: Plan
+    time_ns: int
+    peak_bytes: int
+
+
+def price(plan: Plan, prices: Prices) -> Priced:
+    """Predicted time and memory of a plan.
+
+    A rank's time is the sum of its passes (a block waits for its slowest rank in every layer); the plan's is the
+    slowest rank's. Memory follows the events: what passes keep from forward to backward, plus one layer's work.
+    """
+    loads = [PassLoads(plan.shape, p, [plan.passes[r].placement for r in p.reads], prices.cluster.node_ranks)
+             for p in plan.passes]
+    times = [prices.pass_ns(load) for load in loads]
+    provides = plan.provides
+    kept = [prices.pass_bytes(load, provides=p.id in provides) for load, p in zip(loads, plan.passes)]
+    work = [prices.work_bytes(load) for load in loads]
+    busy, alive, peak = [0] * plan.world, [0] * plan.world, [0] * plan.world
+    for action, pass_id in plan.events:
+        p, backward = plan.passes[pass_id], action == "backward"
+        for index, rank in enumerate(p.block):
+            busy[rank] += times[pass_id][backward]
+            alive[rank] += 0 if backward else kept[pass_id][index]
+            peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
+            alive[rank] -= kept[pass_id][index] if backward else 0
+    return Priced(plan, max(busy, default=0), max(peak, default=0))
+
+
+def make_plan(shape: ForestShape, model: ModelShape, world: int, config: AugTreeConfig, *,
+              tree_groups: Sequence[int] | None = None) -> Plan:
+    """The cheapest plan that fits.
+
+    Args:
+        shape: the forest of the step (shared rows merged).
+        model: sizes of the model.
+        world: ranks of the pool.
+        config: limits and forced choices.
+        tree_groups: [tree] group numbers; lets baselines that share within one group be candidates.
+
+    Raises:
+        InfeasiblePlanError: a forced choice, or the memory budget, that nothing satisfies.
+    """
+    cluster = preset(config.cluster)
+    search = _Search(shape, Prices(model, cluster), world, config)
+    best = search.run(tree_groups)
+    plan = with_note(best.plan, best.plan.note, best.time_ns / NS, best.peak_bytes, cluster.digest())
+    plan.check()
+    return plan
+
+
+def pairs_per_row(model: ModelShape, cluster: Cluster) -> int:
+    """What a row's linear and element-wise layers cost, in attention pairs of this machine."""
+    pair = model.pair_flops * NS // cluster.attention_flops or 1
+    row = model.linear_flops * NS // cluster.gemm_flops + 2 * model.saved_bytes * NS // cluster.row_bytes_s
+    return max(1, row // pair)
+
+
+class _Search:
+    def __init__(self, shape: ForestShape, prices: Prices, world: int, config: AugTreeConfig) -> None:
+        self.shape, self.prices, self.world, self.config = shape, prices, world, config
+        self.forced = config.forced()
+        budget = int(config.memory_budget_gib * GIB)
+        self.budget = budget or prices.cluster.memory_bytes
+        self.unit = pairs_per_row(prices.model, prices.cluster)
+        self.best: Priced | None = None
+        self.leanest: Priced | None = None
+        self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
+
+    def run(self, tree_groups: Sequence[int] | None) -> Priced:
+        if not self.shape.rows:
+            return Priced(Plan(self.world, "augtree", self.shape, (), (), "nothing to compute"), 0, 0)
+        self._check_forced()
+        fused: list[tuple[Priced, Choice]] = []
+        for choice in self._blocks_and_lanes():
+            fused.append((self._try(choice), choice))
+        ranked = sorted(fused, key=lambda pair: pair[0].time_ns)[:3]
+        for _, choice in ranked:
+            for refined in self._refinements(choice):
+                self._try(refined)
+        if not self.forced and tree_groups is not None:
+            for mode in _CANDIDATE_BASELINES:
+                self._consider(price(baseline_plan(mode, self.shape, tree_groups, self.world, 0), self.prices))
+        if self.best is None:
+            raise self._infeasible()
+        return self.best
+
+    def _check_forced(self) -> None:
+        forced, limit = self.forced, self._limit()
+        degree, copies = forced.get("degree", limit), forced.get("copies", 1)
+        lane = forced.get("lane_degree", 1)
+        wrong = (degree > limit, "degree is at most --context-parallel-size (the pool if not given)")
+        if not wrong[0]:
+            wrong = (degree % copies, "copies divides degree: each copy gets degree / copies ranks")
+        if not wrong[0]:
+            wrong = (lane > degree // copies or degree // copies % lane, "lane_degree divides degree / copies")
+        waiting = {"waves", "chunks"} & forced.keys() or forced.get("primitive") == "move_q"
+        if not wrong[0]:
+            wrong = (bool(waiting) and forced.get("phase", "phased") != "phased",
+                     "waves, chunks and move_q belong to phase=phased")
+        if not wrong[0] and (waiting or forced.get("phase") == "phased"):
+            inner = any(self.shape.children)
+            wrong = (not inner, "a phased plan needs a shared prompt: a node with leaves below it")
+        if not wrong[0]:
+            wrong = (forced.get("primitive") == "local" and degree // copies > 1,
+                     "primitive=local needs blocks of one rank (degree = copies)")
+        if wrong[0]:
+            raise InfeasiblePlanError(
+                "a forced plan cannot be made", values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
+                f"{len(self.shape.roots)} trees", rule=str(wrong[1]), remedy="change or drop a key")
+
+    def _limit(self) -> int:
+        return min(self.config.degree or self.world, self.world)
+
+    def _blocks_and_lanes(self) -> Iterator[Choice]:
+        """Fused candidates over degrees, copies, lanes and whether trees share a pass."""
+        forced, limit = self.forced, self._limit()
+        degrees = sorted({1 << i for i in range(limit.bit_length()) if 1 << i <= limit} | {limit})
+        if "degree" in forced:
+            degrees = [forced["degree"] // forced.get("copies", 1)]
+        phased = forced.get("phase") == "phased" or {"waves", "chunks"} & forced.keys() or \
+            forced.get("primitive") == "move_q"
+        base = Choice(degree=1, phase="phased" if phased else "fused", chunks=forced.get("chunks", 1),
+                      waves=forced.get("waves", 1), primitive=forced.get("primitive", "gather_kv"))
+        for degree in degrees:
+            copies = [c for c in (1, 2, 4, 8) if c == 1 or c * degree <= self.world and len(self.leaves) > 1]
+            for copy in [forced["copies"]] if "copies" in forced else copies:
+                for lane, wide in self._lanes(degree):
+                    for together in (True, False) if len(self.shape.roots) > 1 else (True,):
+                        yield replace(base, degree=degree, copies=copy, lane_degree=lane, wide=wide,
+                                      together=together)
+
+    def _lanes(self, degree: int) -> Iterable[tuple[int, int]]:
+        if "lane_degree" in self.forced:
+            return [(min(self.forced["lane_degree"], degree), 0)]
+        if degree == 1:
+            return [(1, 0)]
+        lanes = [(1, 0), (degree, 0)]
+        lanes += [(1, wide) for wide in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if wide < len(self.leaves)]
+        return lanes + [(lane, 0) for lane in (2, 4) if lane < degree and degree % lane == 0]
+
+    def _refinements(self, choice: Choice) -> Iterator[Choice]:
+        """Primitive and pieces, phases and waves, and giving up what was received, of a good candidate."""
+        forced = self.forced
+        variants = [choice]
+        if choice.degree > 2 and "primitive" not in forced:
+            variants += [replace(choice, pieces=k) for k in (2, 4) if k < choice.degree]
+            variants.append(replace(choice, primitive="move_kv"))
+        if choice.phase == "fused" and forced.get("phase") != "fused" and any(self.shape.children):
+            chunk_counts = [forced["chunks"]] if "chunks" in forced else (1, 2)
+            wave_counts = [forced["waves"]] if "waves" in forced else (1, 2, 4, 8, 16)
+            primitives = [forced["primitive"]] if "primitive" in forced else ("gather_kv", "move_q")
+            for waves in (w for w in wave_counts if w <= max(1, len(self.leaves))):
+                for chunks in chunk_counts:
+                    for primitive in primitives if choice.degree > 1 else ("gather_kv",):
+                        variants.append(replace(choice, phase="phased", chunks=chunks, waves=waves,
+                                                primitive=primitive))
+        for variant in variants:
+            yield variant
+            yield replace(variant, keep=False)
+
+    def _try(self, choice: Choice) -> Priced:
+        priced = price(build(choice, self.shape, self.world, self.unit), self.prices)
+        self._consider(priced)
+        return priced
+
+    def _consider(self, priced: Priced) -> None:
+        if self.leanest is None or priced.peak_bytes < self.leanest.peak_bytes:
+            self.leanest = priced
+        if priced.peak_bytes <= self.budget and (self.best is None or priced.time_ns < self.best.time_ns):
+            self.best = priced
+
+    def _infeasible(self) -> InfeasiblePlanError:
+        lean, rows = self.leanest, self.shape.rows
+        node = max(range(len(rows)), key=lambda n: self.shape.starts[n] + rows[n])
+        longest = self.shape.starts[node] + rows[node]
+        return InfeasiblePlanError(
+            "no plan fits the memory budget",
+            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3f}; the leanest plan ({lean.plan.note}) needs "
+            f"{lean.peak_bytes / GIB:.3f} GiB; the longest sequence has {longest} rows (ends in node {node})",
+            rule="every rank's predicted peak above the model stays within the budget",
+            remedy="raise the budget, add ranks, or shorten the longest sequence")

@@ -1,0 +1,246 @@
+"""Plays a plan's events around a model.
+
+Log-probs are small, hidden states are not: after a pass's forward its scored rows' values are shared within the
+block, and the loss sees *whole sequences*, as if there were no context parallelism. It answers with gradients of
+logical rows; indexing adds them up to gradients of rows, and those are the roots of the pass's backward. So a loss
+may couple the tokens of a sequence (GSPO) whatever the layout, and counts are global by construction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_augtree.attention.kernels.protocol import Kernel
+from megatron_augtree.config import InputError
+from megatron_augtree.planning.plan import Pass, Plan
+from megatron_augtree.planning.schedule import Program, reverse
+from megatron_augtree.planning.tree import Forest
+from megatron_augtree.runtime.layout import LocalRows, PassLayout, SequenceLayout
+from megatron_augtree.runtime.prompt_state import PromptState
+from megatron_augtree.runtime.trace import Trace
+from megatron_augtree.runtime.transport import Transport
+from megatron_augtree.runtime.tree_attention import PassContext
+
+
+@dataclass(frozen=True)
+class SequenceValues:
+    """Whole sequences, as a loss sees them.
+
+    Attributes:
+        index: [n] their numbers in the caller's order.
+        offsets: [n + 1] int64 bounds of each one's rows.
+        values: [N, k] values of their logical rows in token order: log-prob, then entropy if asked for.
+    """
+
+    index: tuple[int, ...]
+    offsets: Tensor
+    values: Tensor
+
+
+#: Takes whole sequences, returns this call's additive share of the loss and of scalar metrics. Names that begin
+#: with ``min/`` or ``max/`` are reduced so, all others are added.
+LossFn = Callable[[SequenceValues], tuple[Tensor, dict[str, Tensor]]]
+#: Runs the model over local rows: [n, k] values of the scored ones, connected to the graph even where n is 0.
+ModelFn = Callable[[LocalRows, PassContext], Tensor]
+
+
+@dataclass
+class StepResult:
+    """What a step gave, the same on every rank.
+
+    Attributes:
+        loss: sum of the loss function's shares over all sequences.
+        metrics: its metrics, reduced.
+        values: [N, k] values of all logical rows in the caller's order, if they were asked for.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    values: Tensor | None = None
+
+
+@dataclass
+class _Played:
+    """A pass between its forward and its backward."""
+
+    output: Tensor
+    values: Tensor
+    gradient: Tensor
+
+
+@dataclass
+class Engine:
+    """Plays one plan for one forest, any number of times.
+
+    Attributes:
+        plan, forest: the step.
+        model: the model callable.
+        transport, kernel: what passes run on.
+        device: where local tensors are made.
+        trace: where spans are recorded, or None.
+    """
+
+    plan: Plan
+    forest: Forest
+    model: ModelFn
+    transport: Transport
+    kernel: Kernel
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    trace: Trace | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan.shape != self.forest.shape or self.plan.world != self.transport.world:
+            raise InputError(
+                "a plan does not fit the step",
+                values=f"plan: {self.plan.shape.total_rows} rows on {self.plan.world} ranks; step: "
+                f"{self.forest.shape.total_rows} rows on {self.transport.world} ranks",
+                rule="a plan is played with the groups and on the pool that it was made for",
+                remedy="plan again, or load the plan that belongs to these groups",
+            )
+        self._layouts = [PassLayout(self.plan, p, self.forest) for p in self.plan.passes]
+        self._sequences = SequenceLayout(self.plan, self.forest, self._layouts)
+        self._backward: dict[int, Program] = {}
+
+    def play(self, loss_fn: LossFn | None = None, *, scale: float = 1.0, forward_only: bool = False,
+             collect: bool = False) -> StepResult:
+        """Play all events.
+
+        Args:
+            loss_fn: the loss; None only computes values.
+            scale: factor on every gradient root (Megatron's loss scaling).
+            forward_only: no graph, no backward.
+            collect: return the values of all logical rows on every rank.
+
+        Returns:
+            The step's result.
+        """
+        run = _Run(self, loss_fn, scale, forward_only or loss_fn is None)
+        for action, pass_id in self.plan.events:
+            p = self.plan.passes[pass_id]
+            if not self.transport.hosts(p.block):
+                continue
+            (run.forward if action == "forward" else run.backward)(p)
+        return run.result(collect)
+
+    def context(self, p: Pass, states: dict[int, PromptState]) -> PassContext:
+        """What attention needs to know of a pass."""
+        if p.id not in self._backward:
+            self._backward[p.id] = reverse(self.plan.program(p.id), keep=p.keep)
+        return PassContext(
+            block=p.block, forward=self.plan.program(p.id), backward=self._backward[p.id], keep=p.keep,
+            transport=self.transport, kernel=self.kernel, states={read: states[read] for read in p.reads},
+            own_state=states.get(p.id), trace=self.trace)
+
+
+class _Run:
+    """One playing of the plan."""
+
+    def __init__(self, engine: Engine, loss_fn: LossFn | None, scale: float, forward_only: bool) -> None:
+        self.engine, self.loss_fn, self.scale, self.forward_only = engine, loss_fn, scale, forward_only
+        self.states = {pass_id: PromptState() for pass_id in engine.plan.provides}
+        self.played: dict[int, _Played] = {}
+        self.loss, self.metrics = 0.0, {}
+        self.collected: dict[int, Tensor] = {}
+        self.width = 1
+        self.dtype = torch.float64
+
+    def forward(self, p: Pass) -> None:
+        engine, layout = self.engine, self.engine._layouts[p.id]
+        hosts = engine.transport.hosts(p.block)
+        local = layout.local(hosts, engine.device)
+        with torch.set_grad_enabled(not self.forward_only), self._span(p, "forward"):
+            output = engine.model(local, engine.context(p, self.states))
+        self.width, self.dtype = output.shape[1], output.dtype
+        mine = dict(zip(hosts, output.detach().split([layout.counts[r] for r in hosts])))
+        values = engine.transport.share(p.block, mine, layout.counts, output.shape[1], output.detach())
+        self.played[p.id] = _Played(output, values, torch.zeros_like(values))
+        sequences = engine._sequences.completed[p.id]
+        if sequences:
+            self._complete(p, sequences)
+
+    def _complete(self, p: Pass, sequences: Sequence[int]) -> None:
+        """Whole sequences have their values: ask the loss for its share and for their gradients."""
+        places = [self.engine._sequences.places(s) for s in sequences]
+        parts = [self._read(*place) for place in places]
+        counts = torch.tensor([0, *[len(part) for part in parts]])
+        values = torch.cat(parts).requires_grad_(not self.forward_only)
+        counted = 0 in self.engine.transport.hosts(p.block)
+        if counted:
+            self.collected |= {s: part for s, part in zip(sequences, parts)}
+        if self.loss_fn is None:
+            return
+        with torch.set_grad_enabled(not self.forward_only):
+            loss, metrics = self.loss_fn(SequenceValues(tuple(sequences), counts.cumsum(0), values))
+        if counted:
+            self._count(loss, metrics)
+        if not self.forward_only and loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss * self.scale, values)
+            for place, part in zip(places, gradient.split([len(x) for x in parts])):
+                self._write(*place, part)
+
+    def _read(self, passes: np.ndarray, slots: np.ndarray) -> Tensor:
+        out = torch.empty((len(passes), self.width), dtype=self.dtype, device=self.engine.device)
+        for pass_id in np.unique(passes):
+            where = np.flatnonzero(passes == pass_id)
+            out[torch.as_tensor(where)] = self.played[int(pass_id)].values[torch.as_tensor(slots[where])]
+        return out
+
+    def _write(self, passes: np.ndarray, slots: np.ndarray, gradient: Tensor) -> None:
+        for pass_id in np.unique(passes):
+            where = np.flatnonzero(passes == pass_id)
+            self.played[int(pass_id)].gradient.index_add_(0, torch.as_tensor(slots[where]),
+                                                          gradient[torch.as_tensor(where)])
+
+    def _count(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
+        self.loss += float(loss.detach())
+        for name, value in metrics.items():
+            self.metrics[name] = _reduce(name, self.metrics.get(name), float(value))
+
+    def backward(self, p: Pass) -> None:
+        played = self.played.pop(p.id)
+        if not self.forward_only:
+            layout = self.engine._layouts[p.id]
+            # Also where no row carries a loss: other ranks wait for this rank's dK and dV.
+            roots = torch.cat([played.gradient[layout.span(rank)] for rank in self.engine.transport.hosts(p.block)])
+            with self._span(p, "backward"):
+                torch.autograd.backward([played.output], [roots])
+        self.states.pop(p.id, None)
+
+    def _span(self, p: Pass, name: str):
+        trace = self.engine.trace
+        rank = p.block[self.engine.transport.hosts(p.block)[0]]
+        return trace.span(rank, f"{p.kind} {p.id} {name}", "pass") if trace is not None else nullcontext()
+
+    def result(self, collect: bool) -> StepResult:
+        transport = self.engine.transport
+        loss, metrics = 0.0, {}
+        for text in transport.same(json.dumps([self.loss, self.metrics])):
+            share, found = json.loads(text)
+            loss += share
+            for name, value in found.items():
+                metrics[name] = _reduce(name, metrics.get(name), value)
+        return StepResult(loss, metrics, self._collect() if collect else None)
+
+    def _collect(self) -> Tensor:
+        logical = self.engine.forest.logical
+        bounds = np.concatenate([[0], np.cumsum([len(rows) for rows in logical])])
+        width = int(self.engine.transport.total(torch.tensor(self.width), "max"))
+        dense = torch.zeros((int(bounds[-1]), width), dtype=torch.float64)
+        for sequence, part in self.collected.items():
+            dense[bounds[sequence]:bounds[sequence + 1]] = part.to("cpu", torch.float64)
+        return self.engine.transport.total(dense)
+
+
+def _reduce(name: str, old: float | None, new: float) -> float:
+    if old is None:
+        return new
+    if name.startswith("min/"):
+        return min(old, new)
+    return max(old, new) if name.startswith("max/") else old + new

@@ -1,0 +1,140 @@
+"""Where does this response's token go? From a plan to the tensors of a rank, and back from rows to sequences.
+
+`locate` answers for one token in words; `PassLayout` and `SequenceLayout` are its vectorised twins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_augtree.config import InputError
+from megatron_augtree.planning.placement import Span
+from megatron_augtree.planning.plan import Pass, Plan
+from megatron_augtree.planning.tree import Forest, ForestShape
+
+
+class Place(NamedTuple):
+    """Where a row lives: the pass, the pool rank, and the row's index among the rank's rows of that pass."""
+
+    pass_id: int
+    rank: int
+    index: int
+
+
+def locate(plan: Plan, forest: Forest, sequence: int, token: int) -> list[Place]:
+    """The places of the row whose target is `token` of `sequence`, one a prompt copy.
+
+    Args:
+        plan, forest: the step.
+        sequence: number in the caller's order.
+        token: 1..T-1; token 0 is nobody's target.
+    """
+    row = forest.row_of(sequence, token)
+    places = []
+    for p in plan.passes:
+        for rank, spans in zip(p.block, p.placement):
+            index = np.flatnonzero(rows_of(forest.shape, spans) == row)
+            places += [Place(p.id, rank, int(i)) for i in index]
+    return places
+
+
+def rows_of(shape: ForestShape, spans: tuple[Span, ...]) -> np.ndarray:
+    """[T] global row numbers of some spans, in buffer order: by node (spine first), then by row."""
+    parts = [np.arange(shape.offsets[s.node] + s.lo, shape.offsets[s.node] + s.hi) for s in spans]
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of a pass on some ranks, one rank after the other.
+
+    Attributes:
+        rows: [T] global row numbers.
+        inputs, positions: [T] int64.
+        scored: [n] int64, which of the T rows carry a loss.
+        targets: [n] int64, their targets.
+    """
+
+    rows: np.ndarray
+    inputs: Tensor
+    positions: Tensor
+    scored: Tensor
+    targets: Tensor
+
+
+class PassLayout:
+    """Rows and scored rows of one pass on every rank of its block."""
+
+    def __init__(self, plan: Plan, p: Pass, forest: Forest) -> None:
+        self.forest = forest
+        self.rows = [rows_of(forest.shape, spans) for spans in p.placement]
+        self.scored = [rows[forest.scored[rows]] for rows in self.rows]
+
+    @property
+    def counts(self) -> list[int]:
+        """Scored rows of every block rank."""
+        return [len(rows) for rows in self.scored]
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """[S] scored rows of the block, rank after rank: the order in which their values are shared."""
+        return np.concatenate(self.scored)
+
+    def span(self, rank: int) -> slice:
+        """The slots of one block rank."""
+        start = sum(self.counts[:rank])
+        return slice(start, start + self.counts[rank])
+
+    def local(self, ranks: list[int], device: torch.device) -> LocalRows:
+        """The tensors of some block ranks, concatenated."""
+        forest = self.forest
+        rows = np.concatenate([self.rows[rank] for rank in ranks])
+        scored = np.flatnonzero(forest.scored[rows])
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+        return LocalRows(rows, tensor(forest.inputs[rows]), tensor(forest.positions[rows]), tensor(scored),
+                         tensor(forest.targets[rows[scored]]))
+
+
+class SequenceLayout:
+    """Which pass completes a sequence, and where the values of its logical rows are."""
+
+    def __init__(self, plan: Plan, forest: Forest, passes: list[PassLayout]) -> None:
+        self.forest = forest
+        self.completed: list[list[int]] = [[] for _ in plan.passes]
+        self._pass_of, self._slot_of = [], []
+        for job in plan.jobs:
+            pass_of = np.full(forest.shape.total_rows, -1, np.int64)
+            slot_of = np.full(forest.shape.total_rows, -1, np.int64)
+            for pass_id in job:
+                slots = passes[pass_id].slots
+                pass_of[slots], slot_of[slots] = pass_id, np.arange(len(slots))
+            self._pass_of.append(pass_of)
+            self._slot_of.append(slot_of)
+        self._job: dict[int, int] = {}
+        for sequence, path in enumerate(forest.paths):
+            if len(forest.logical[sequence]):
+                self._job[sequence] = plan.job_of_node[path[-1]]
+                self.completed[self._last_pass(plan, sequence)].append(sequence)
+
+    def _last_pass(self, plan: Plan, sequence: int) -> int:
+        job, path = self._job[sequence], set(self.forest.paths[sequence])
+        return max(p for p in plan.jobs[job] if plan.passes[p].nodes & path)
+
+    def places(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """([R] pass, [R] slot) of a sequence's logical rows."""
+        rows, job = self.forest.logical[sequence], self._job[sequence]
+        places = self._pass_of[job][rows], self._slot_of[job][rows]
+        if (places[0] < 0).any():
+            raise InputError("a plan does not hold a sequence's rows", values=f"sequence {sequence}",
+                             rule="every scored row of a sequence is in its job's passes",
+                             remedy="plan from the same groups that are played")
+        return places

@@ -1,0 +1,24 @@
+"""Dependencies of megatron-augtree; everything else about the package is in ``pyproject.toml``."""
+
+from setuptools import setup
+
+TRAIN = [
+    "torch>=2.6",  # megatron-core's own lower bound; requirements/test.txt has the version that is tested
+    "megatron-core>=0.16,<0.20",
+    "safetensors",
+    "tensorboard",
+    "tqdm",
+    "matplotlib",
+]
+
+setup(
+    install_requires=["numpy"],  # planning, simulating and reading group files need no more
+    extras_require={
+        "train": TRAIN,
+        "gpu": ["transformer-engine[pytorch]"],
+        # By address: the package that registries call "apex" is another project.
+        "apex": ["apex @ git+https://github.com/NVIDIA/apex.git"],
+        "cpp": ["pybind11"],
+        "test": [*TRAIN, "pytest>=8", "hypothesis", "ruff"],
+    },
+)
