@@ -20,8 +20,11 @@ class AugTreeError(Exception):
     def __init__(self, what: str, *, values: str = "", rule: str = "", remedy: str = "") -> None:
         self.what, self.values, self.rule, self.remedy = what, values, rule, remedy
         parts = [what]
-        parts += [f"  {name}: {text}" for name, text in
-                  (("values", values), ("rule", rule), ("remedy", remedy)) if text]
+        parts += [
+            f"  {name}: {text}"
+            for name, text in (("values", values), ("rule", rule), ("remedy", remedy))
+            if text
+        ]
         super().__init__("\n".join(parts))
 
 

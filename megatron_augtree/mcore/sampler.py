@@ -1,8 +1,8 @@
 """From groups to steps: a batch sampler with the planner hooked in.
 
-The sampler yields the numbers of the groups of one step. The loader's collate function (in a data worker, or in
-the main process) turns them into a `StepBatch`: trees, and a plan from their lengths. Planning is pure: every rank
-plans for itself, and the main process compares digests before the first forward.
+The sampler yields the numbers of the groups of one step. The loader's collate function (in a data worker, or
+in the main process) turns them into a `StepBatch`: trees, and a plan from their lengths. Planning is pure:
+every rank plans for itself, and the main process compares digests before the first forward.
 """
 
 from __future__ import annotations
@@ -58,10 +58,18 @@ def model_shape(config: TransformerConfig, vocab_size: int) -> ModelShape:
     """Sizes of a megatron-core model, as the planner wants them."""
     item = torch.empty((), dtype=config.params_dtype).element_size()
     return ModelShape(
-        layers=config.num_layers, hidden=config.hidden_size, ffn=config.ffn_hidden_size, vocab=vocab_size,
-        q_heads=config.num_attention_heads, kv_heads=config.num_query_groups or config.num_attention_heads,
-        k_dim=config.kv_channels, v_dim=config.kv_channels, gated=config.gated_linear_unit, item_bytes=item,
-        accum_bytes=max(item, 4))
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        ffn=config.ffn_hidden_size,
+        vocab=vocab_size,
+        q_heads=config.num_attention_heads,
+        kv_heads=config.num_query_groups or config.num_attention_heads,
+        k_dim=config.kv_channels,
+        v_dim=config.kv_channels,
+        gated=config.gated_linear_unit,
+        item_bytes=item,
+        accum_bytes=max(item, 4),
+    )
 
 
 def sequences_of(groups: Sequence[Group]) -> tuple[list[TokenSequence], list[int]]:
@@ -71,7 +79,9 @@ def sequences_of(groups: Sequence[Group]) -> tuple[list[TokenSequence], list[int
         for response in group.responses:
             tokens = np.asarray([*group.prompt, *response.tokens], np.int64)
             # A response's first token is the target of the prompt's last row.
-            scored = np.concatenate([np.zeros(len(group.prompt) - 1, bool), np.asarray(response.loss_mask, bool)])
+            scored = np.concatenate(
+                [np.zeros(len(group.prompt) - 1, bool), np.asarray(response.loss_mask, bool)]
+            )
             sequences.append(TokenSequence(tokens, scored, _salt(group, response)))
             numbers.append(number)
     return sequences, numbers
@@ -100,8 +110,9 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
     """
     sequences, numbers = sequences_of(groups)
     minimum = config.min_shared_rows if config.mode == "augtree" else _NEVER
-    forest = from_sequences(sequences, groups=numbers, min_shared_rows=minimum,
-                            share=config.mode not in UNSHARED)
+    forest = from_sequences(
+        sequences, groups=numbers, min_shared_rows=minimum, share=config.mode not in UNSHARED
+    )
     if config.plan_path:
         plan = _read_plan(config.plan_path)
     elif config.mode == "augtree":
@@ -124,8 +135,12 @@ def _read_plan(path: str) -> Plan:
         with open(path, encoding="utf-8") as file:
             plan = Plan.from_json(json.load(file))
     except (OSError, ValueError) as error:
-        raise InputError("cannot read a plan file", values=f"--augtree-plan {path}: {error}",
-                         rule="the file holds the JSON of one plan", remedy="write it again") from error
+        raise InputError(
+            "cannot read a plan file",
+            values=f"--augtree-plan {path}: {error}",
+            rule="the file holds the JSON of one plan",
+            remedy="write it again",
+        ) from error
     plan.check(pairs=True)
     return plan
 
@@ -142,8 +157,12 @@ class GroupSampler:
 
     def __init__(self, groups: int, batch: int, *, consumed: int = 0, steps: int = 1) -> None:
         if groups < 1 or batch < 1:
-            raise InputError("nothing to train on", values=f"{groups} groups, --global-batch-size {batch}",
-                             rule="a step takes at least one group", remedy="give a file with groups")
+            raise InputError(
+                "nothing to train on",
+                values=f"{groups} groups, --global-batch-size {batch}",
+                rule="a step takes at least one group",
+                remedy="give a file with groups",
+            )
         self.groups, self.batch, self.consumed, self.steps = groups, batch, consumed, steps
 
     def __len__(self) -> int:
@@ -167,8 +186,16 @@ class _Collate:
         return plan_step(groups, self.model, self.world, self.config)
 
 
-def step_loader(groups: Sequence[Group], sampler: GroupSampler, model: ModelShape, world: int,
-                config: AugTreeConfig, *, workers: int = 0) -> DataLoader:
+def step_loader(
+    groups: Sequence[Group],
+    sampler: GroupSampler,
+    model: ModelShape,
+    world: int,
+    config: AugTreeConfig,
+    *,
+    workers: int = 0,
+) -> DataLoader:
     """A loader of `StepBatch`es; with workers, steps are planned while the device runs earlier ones."""
-    return DataLoader(list(groups), batch_sampler=sampler, collate_fn=_Collate(model, world, config),
-                      num_workers=workers)
+    return DataLoader(
+        list(groups), batch_sampler=sampler, collate_fn=_Collate(model, world, config), num_workers=workers
+    )

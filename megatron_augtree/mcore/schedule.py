@@ -1,8 +1,9 @@
 """A `forward_backward_func` with Megatron's signature that plays a plan instead of a list of micro-batches.
 
-The data iterator yields a `StepBatch`. `forward_step_func` is called once for every pass of this rank, with an
-iterator that yields one `MicroBatch`; it runs the model on it and returns (output, loss function), as everywhere in
-Megatron. The loss function sees whole sequences (`SequenceValues`) and returns its additive share and metrics.
+The data iterator yields a `StepBatch`. `forward_step_func` is called once for every pass of this rank, with
+an iterator that yields one `MicroBatch`; it runs the model on it and returns (output, loss function), as
+everywhere in Megatron. The loss function sees whole sequences (`SequenceValues`) and returns its additive
+share and metrics.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class MicroBatch:
     packed: AugTreePackedSeqParams
 
 
-def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module, loss_fn: LossFn | None = None) \
-        -> tuple[Tensor, LossFn | None]:
+def forward_step(
+    data_iterator: Iterator[MicroBatch], model: torch.nn.Module, loss_fn: LossFn | None = None
+) -> tuple[Tensor, LossFn | None]:
     """The plain forward step: bind `loss_fn` with functools.partial."""
     batch = next(data_iterator)
     output = model(batch.input_ids, None, None, packed_seq_params=batch.packed)
@@ -75,10 +77,21 @@ class AugTreeSchedule:
         if self.config.trace_dir:
             self.trace = Trace()
 
-    def __call__(self, *, forward_step_func: Callable, data_iterator: Iterator[StepBatch], model: Any,
-                 num_microbatches: int = 1, seq_length: int = 0, micro_batch_size: int = 1,
-                 decoder_seq_length: int | None = None, forward_only: bool = False,
-                 collect_non_loss_data: bool = False, collect: bool = False, **megatron: Any) -> list[dict]:
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable,
+        data_iterator: Iterator[StepBatch],
+        model: Any,
+        num_microbatches: int = 1,
+        seq_length: int = 0,
+        micro_batch_size: int = 1,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        collect: bool = False,
+        **megatron: Any,
+    ) -> list[dict]:
         """Play one step: forward, backward, and Megatron's gradient finalisation.
 
         Args:
@@ -96,8 +109,9 @@ class AugTreeSchedule:
         engine = self._engine(batch)
         call = _PassCall(self, forward_step_func, chunk, batch)
         engine.model = call.run
-        self.last = engine.play(call.loss, forward_only=forward_only, collect=collect,
-                                scale=_grad_scale(chunk))
+        self.last = engine.play(
+            call.loss, forward_only=forward_only, collect=collect, scale=_grad_scale(chunk)
+        )
         if not forward_only:
             finalize_gradients(chunk, self.transport)
         return [{"loss": self.last.loss, **self.last.metrics}]
@@ -108,10 +122,20 @@ class AugTreeSchedule:
         if known is not None and known[0] is batch:
             return known[1]
         compare_ranks(self.transport, batch)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else \
-            torch.device("cpu")
-        engine = Engine(batch.plan, batch.forest, None, self.transport, get_kernel(self.config.kernel, device),
-                        device, self.trace)
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        engine = Engine(
+            batch.plan,
+            batch.forest,
+            None,
+            self.transport,
+            get_kernel(self.config.kernel, device),
+            device,
+            self.trace,
+        )
         self._engines = {id(batch): (batch, engine)}
         return engine
 
@@ -132,11 +156,13 @@ class _PassCall:
         targets[local.scored] = local.targets
 
         def score(logits: Tensor, rows: Tensor) -> Tensor:
-            return row_values(logits, targets[rows], temperature=self.schedule.temperature,
-                              entropy=self.schedule.entropy)
+            return row_values(
+                logits, targets[rows], temperature=self.schedule.temperature, entropy=self.schedule.entropy
+            )
 
-        packed = AugTreePackedSeqParams(positions=local.positions, context=context, scored=local.scored,
-                                        score=score)
+        packed = AugTreePackedSeqParams(
+            positions=local.positions, context=context, scored=local.scored, score=score
+        )
         micro = MicroBatch(local.inputs.unsqueeze(0), packed)
         output, self.loss_fn = self.forward_step_func(iter([micro]), self.model)
         return output.squeeze(0)
@@ -148,10 +174,13 @@ class _PassCall:
         result = self.loss_fn(values)
         if not isinstance(result, tuple) or len(result) != 2:
             count = len(result) if isinstance(result, tuple) else 1
-            raise AugTreeError("a loss function returned the wrong number of values", values=f"{count} values",
-                               rule="it returns (additive share of the loss, metrics): normalise by global "
-                               "denominators, AugTree scales nothing by tokens",
-                               remedy="divide by rl.losses.Denominators and drop the token count")
+            raise AugTreeError(
+                "a loss function returned the wrong number of values",
+                values=f"{count} values",
+                rule="it returns (additive share of the loss, metrics): normalise by global "
+                "denominators, AugTree scales nothing by tokens",
+                remedy="divide by rl.losses.Denominators and drop the token count",
+            )
         return result
 
 
@@ -165,16 +194,23 @@ def compare_ranks(transport: Transport, batch: StepBatch) -> None:
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if others:
         what = "plans" if all(t.split("/")[1] == texts[0].split("/")[1] for t in texts) else "groups"
-        raise InputError(f"ranks hold different {what}", values=f"ranks {others} differ from rank 0",
-                         rule="every rank of the pool is given the same groups and settings",
-                         remedy="check --data-path, --seed and the AugTree flags on these ranks")
+        raise InputError(
+            f"ranks hold different {what}",
+            values=f"ranks {others} differ from rank 0",
+            rule="every rank of the pool is given the same groups and settings",
+            remedy="check --data-path, --seed and the AugTree flags on these ranks",
+        )
 
 
 def _only_chunk(model: Any) -> torch.nn.Module:
     chunks = model if isinstance(model, list) else [model]
     if len(chunks) != 1:
-        raise AugTreeError("several model chunks", values=f"{len(chunks)} chunks",
-                           rule="pipeline parallelism is not supported", remedy="use one chunk")
+        raise AugTreeError(
+            "several model chunks",
+            values=f"{len(chunks)} chunks",
+            rule="pipeline parallelism is not supported",
+            remedy="use one chunk",
+        )
     return chunks[0]
 
 

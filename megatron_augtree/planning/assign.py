@@ -89,7 +89,7 @@ def level(loads: Sequence[int], amount: int) -> list[int]:
     """
     order = sorted(range(len(loads)), key=lambda b: (loads[b], b))
     shares, left, height = [0] * len(loads), amount, loads[order[0]] if loads else 0
-    for count, bin_ in enumerate(order, start=1):
+    for count in range(1, len(order) + 1):
         ceiling = loads[order[count]] if count < len(order) else None
         rise = left // count if ceiling is None else min(ceiling - height, left // count)
         for filled in order[:count]:

@@ -1,10 +1,10 @@
 """The peers as planners over the same executor. Each variant is named; none is made weaker than it is.
 
 =========================  ===================================================================================
-``ring``                   ring context parallelism: a micro-batch a response, prompt recomputed, nothing shared
-``ring-reuse``             one packed zigzag pass a group: prompt once, all keys and values ringed
-``ring-reuse-per-response``  prompt once, then each response ringed, the prompt's keys and values rotating again
-``gather-reuse``           one packed zigzag pass a group, keys and values gathered in one piece
+``ring``                   ring context parallelism: a micro-batch a response, prompt recomputed, nothing
+shared ``ring-reuse``             one packed zigzag pass a group: prompt once, all keys and values ringed
+``ring-reuse-per-response``  prompt once, then each response ringed, the prompt's keys and values rotating
+again ``gather-reuse``           one packed zigzag pass a group, keys and values gathered in one piece
 =========================  ===================================================================================
 
 Replicas of `degree` ranks take groups in turn, as data parallelism does.
@@ -40,16 +40,25 @@ def baseline_plan(mode: str, shape: ForestShape, tree_groups: Sequence[int], wor
     degree = degree or world
     if world % degree:
         raise InfeasiblePlanError(
-            "the pool does not divide into replicas", values=f"--context-parallel-size {degree}, {world} ranks",
-            rule=f"under {mode} the degree divides the number of ranks", remedy="choose a divisor")
+            "the pool does not divide into replicas",
+            values=f"--context-parallel-size {degree}, {world} ranks",
+            rule=f"under {mode} the degree divides the number of ranks",
+            remedy="choose a divisor",
+        )
     passes: list[Pass] = []
     events: list[Event] = []
     for root, group in sorted(zip(shape.roots, tree_groups), key=lambda pair: (pair[1], pair[0])):
         replica = group % (world // degree)
         block = tuple(range(replica * degree, (replica + 1) * degree))
         BASELINES[mode](shape, root, block, passes, events)
-    return Plan(world=world, mode=mode, shape=shape, passes=tuple(passes), events=tuple(events),
-                note=f"degree {degree}")
+    return Plan(
+        world=world,
+        mode=mode,
+        shape=shape,
+        passes=tuple(passes),
+        events=tuple(events),
+        note=f"degree {degree}",
+    )
 
 
 def _packed(primitive: str) -> Callable[[ForestShape, int, tuple[int, ...], list[Pass], list[Event]], None]:
@@ -63,8 +72,9 @@ def _packed(primitive: str) -> Callable[[ForestShape, int, tuple[int, ...], list
     return add
 
 
-def _per_response(shape: ForestShape, root: int, block: tuple[int, ...], passes: list[Pass],
-                  events: list[Event]) -> None:
+def _per_response(
+    shape: ForestShape, root: int, block: tuple[int, ...], passes: list[Pass], events: list[Event]
+) -> None:
     """Inner nodes in a prefill, then a replay a leaf, all ringed."""
     nodes = shape.subtree(root)
     inner = [n for n in nodes if shape.children[n]]
@@ -81,10 +91,20 @@ def _per_response(shape: ForestShape, root: int, block: tuple[int, ...], passes:
     return None
 
 
-def _zigzag_pass(shape: ForestShape, nodes: Sequence[int], block: tuple[int, ...], kind: str, primitive: str,
-                 index: int, job: int, reads: tuple[int, ...] = ()) -> Pass:
+def _zigzag_pass(
+    shape: ForestShape,
+    nodes: Sequence[int],
+    block: tuple[int, ...],
+    kind: str,
+    primitive: str,
+    index: int,
+    job: int,
+    reads: tuple[int, ...] = (),
+) -> Pass:
     placement = collect(len(block), place_inner(shape, nodes, len(block)))
-    return Pass(id=index, job=job, kind=kind, block=block, placement=placement, reads=reads, primitive=primitive)
+    return Pass(
+        id=index, job=job, kind=kind, block=block, placement=placement, reads=reads, primitive=primitive
+    )
 
 
 BASELINES = {

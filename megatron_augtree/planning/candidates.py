@@ -47,7 +47,9 @@ class Choice:
     def __str__(self) -> str:
         parts = [f"degree {self.degree}"]
         parts += [f"{self.copies} copies"] if self.copies > 1 else []
-        parts += [self.phase if self.phase == "fused" else f"phased ({self.chunks} chunks, {self.waves} waves)"]
+        parts += [
+            self.phase if self.phase == "fused" else f"phased ({self.chunks} chunks, {self.waves} waves)"
+        ]
         parts += [self.primitive + (f" in {self.pieces}" if self.primitive == "gather_kv" else "")]
         lanes = f"lanes of {self.lane_degree}" + (f", {self.wide} wide" if self.wide else "")
         parts += [lanes if self.degree > 1 else "", "" if self.together else "trees in turn"]
@@ -82,12 +84,21 @@ def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) ->
         taken[where].update(part)
     maker = _Maker(choice, shape, pairs_per_row)
     for block, nodes in zip(blocks, taken):
-        trees = [sorted(nodes)] if choice.together else \
-            [[n for n in shape.subtree(root) if n in nodes] for root in shape.roots if root in nodes]
+        trees = (
+            [sorted(nodes)]
+            if choice.together
+            else [[n for n in shape.subtree(root) if n in nodes] for root in shape.roots if root in nodes]
+        )
         for tree in filter(None, trees):
             maker.add(block, tree)
-    return Plan(world=world, mode="augtree", shape=shape, passes=tuple(maker.passes), events=tuple(maker.events),
-                note=str(choice))
+    return Plan(
+        world=world,
+        mode="augtree",
+        shape=shape,
+        passes=tuple(maker.passes),
+        events=tuple(maker.events),
+        note=str(choice),
+    )
 
 
 def _copies(shape: ForestShape, root: int, copies: int, pairs_per_row: int) -> list[list[int]]:
@@ -155,17 +166,36 @@ class _Maker:
     def _place(self, block: tuple[int, ...], inner: Sequence[int], leaves: Sequence[int]) -> Placement:
         degree = len(block)
         lane = min(self.choice.lane_degree, degree)
-        return place(self.shape, inner, leaves, degree, lane_degree=lane if degree % lane == 0 else 1,
-                     wide=min(self.choice.wide, len(leaves)), pairs_per_row=self.pairs_per_row)
+        return place(
+            self.shape,
+            inner,
+            leaves,
+            degree,
+            lane_degree=lane if degree % lane == 0 else 1,
+            wide=min(self.choice.wide, len(leaves)),
+            pairs_per_row=self.pairs_per_row,
+        )
 
     def _pass(self, block: tuple[int, ...], kind: str, placement: Placement, reads: tuple[int, ...]) -> int:
         choice = self.choice
-        primitive = choice.primitive if kind in ("fused", "replay") or choice.primitive != "move_q" else "gather_kv"
+        primitive = (
+            choice.primitive if kind in ("fused", "replay") or choice.primitive != "move_q" else "gather_kv"
+        )
         if primitive == "move_q" and not reads:
             primitive = "gather_kv"
-        self.passes.append(Pass(id=len(self.passes), job=self.jobs, kind=kind, block=block, placement=placement,
-                                reads=reads, primitive=primitive if len(block) > 1 else "local",
-                                pieces=choice.pieces, keep=choice.keep))
+        self.passes.append(
+            Pass(
+                id=len(self.passes),
+                job=self.jobs,
+                kind=kind,
+                block=block,
+                placement=placement,
+                reads=reads,
+                primitive=primitive if len(block) > 1 else "local",
+                pieces=choice.pieces,
+                keep=choice.keep,
+            )
+        )
         return len(self.passes) - 1
 
 

@@ -1,6 +1,7 @@
 """The machine that plans are priced for: ranks, nodes, links, speeds, memory. Integers throughout.
 
-The presets' constants are measured (``cpu``) or assumed (the accelerators); the choice of a plan is sensitive to
+The presets' constants are measured (``cpu``) or assumed (the accelerators); the choice of a plan is sensitive
+to
 structure, hardly to constants: off by a factor of two they cost under 2 % on average.
 """
 
@@ -60,32 +61,73 @@ class Cluster:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _accelerator(name: str, *, tflops: int, memory_gib: int, link_gb: int, nic_gb: int, hbm_gb: int) -> Cluster:
-    """An accelerator node of 8: half of the peak is reached (assumed), a kernel launch costs a few microseconds."""
+def _accelerator(
+    name: str, *, tflops: int, memory_gib: int, link_gb: int, nic_gb: int, hbm_gb: int
+) -> Cluster:
+    """An accelerator node of 8: half of the peak is reached, launches cost microseconds (assumed)."""
     return Cluster(
-        name=name, node_ranks=8, memory_bytes=memory_gib * GIB, gemm_flops=tflops * 10**12 * 6 // 10,
-        gemm_half_rows=128, row_bytes_s=hbm_gb * 10**9, attention_flops=tflops * 10**12 * 45 // 100, tile_ns=8_000,
-        attention_backward_pct=250, gemm_backward_pct=200, stage_ns=15_000, layer_ns=60_000, pass_ns=500_000,
-        message_ns=8_000, link_bytes_s=link_gb * 10**9, nic_bytes_s=nic_gb * 10**9)
+        name=name,
+        node_ranks=8,
+        memory_bytes=memory_gib * GIB,
+        gemm_flops=tflops * 10**12 * 6 // 10,
+        gemm_half_rows=128,
+        row_bytes_s=hbm_gb * 10**9,
+        attention_flops=tflops * 10**12 * 45 // 100,
+        tile_ns=8_000,
+        attention_backward_pct=250,
+        gemm_backward_pct=200,
+        stage_ns=15_000,
+        layer_ns=60_000,
+        pass_ns=500_000,
+        message_ns=8_000,
+        link_bytes_s=link_gb * 10**9,
+        nic_bytes_s=nic_gb * 10**9,
+    )
 
 
-#: ``cpu``: one thread of a two-core server, gloo over loopback; measured with ``scripts/bench_update.py``'s model.
+#: ``cpu``: one thread of a two-core server, gloo over loopback, measured.
 PRESETS = {
     "cpu": Cluster(
-        name="cpu", node_ranks=64, memory_bytes=6 * GIB, gemm_flops=48 * 10**9, gemm_half_rows=12,
-        row_bytes_s=5 * 10**9, attention_flops=52 * 10**9, tile_ns=120_000, attention_backward_pct=265,
-        gemm_backward_pct=200, stage_ns=250_000, layer_ns=900_000, pass_ns=4_000_000, message_ns=250_000,
-        link_bytes_s=900 * 10**6, nic_bytes_s=900 * 10**6),
+        name="cpu",
+        node_ranks=64,
+        memory_bytes=6 * GIB,
+        gemm_flops=48 * 10**9,
+        gemm_half_rows=12,
+        row_bytes_s=5 * 10**9,
+        attention_flops=52 * 10**9,
+        tile_ns=120_000,
+        attention_backward_pct=265,
+        gemm_backward_pct=200,
+        stage_ns=250_000,
+        layer_ns=900_000,
+        pass_ns=4_000_000,
+        message_ns=250_000,
+        link_bytes_s=900 * 10**6,
+        nic_bytes_s=900 * 10**6,
+    ),
     "a100": _accelerator("a100", tflops=312, memory_gib=40, link_gb=250, nic_gb=22, hbm_gb=1500),
     "h100": _accelerator("h100", tflops=989, memory_gib=40, link_gb=380, nic_gb=45, hbm_gb=2600),
     "h200": _accelerator("h200", tflops=989, memory_gib=90, link_gb=380, nic_gb=45, hbm_gb=3800),
-    # arXiv 2609.33133, section "Set-up": 64 GB, 1.8 TB/s, 4 x 400 Gb/s a node of 8; the rates are fitted by others
-    # on its un-shared baseline only (120 TF/s products, 5.9 TF/s attention, 1.9 ms a ring stage).
+    # arXiv 2609.33133, section "Set-up": 64 GB, 1.8 TB/s, 4 x 400 Gb/s a node of 8; the rates are fitted by
+    # others on its un-shared baseline only (120 TF/s products, 5.9 TF/s attention, 1.9 ms a ring stage).
     "paper": Cluster(
-        name="paper", node_ranks=8, memory_bytes=30 * GIB, gemm_flops=120 * 10**12, gemm_half_rows=128,
-        row_bytes_s=1500 * 10**9, attention_flops=59 * 10**11, tile_ns=20_000, attention_backward_pct=200,
-        gemm_backward_pct=200, stage_ns=1_900_000, layer_ns=200_000, pass_ns=1_000_000, message_ns=20_000,
-        link_bytes_s=150 * 10**9, nic_bytes_s=25 * 10**9),
+        name="paper",
+        node_ranks=8,
+        memory_bytes=30 * GIB,
+        gemm_flops=120 * 10**12,
+        gemm_half_rows=128,
+        row_bytes_s=1500 * 10**9,
+        attention_flops=59 * 10**11,
+        tile_ns=20_000,
+        attention_backward_pct=200,
+        gemm_backward_pct=200,
+        stage_ns=1_900_000,
+        layer_ns=200_000,
+        pass_ns=1_000_000,
+        message_ns=20_000,
+        link_bytes_s=150 * 10**9,
+        nic_bytes_s=25 * 10**9,
+    ),
 }
 
 
@@ -96,6 +138,10 @@ def preset(name: str) -> Cluster:
         AugTreeError: there is none of this name.
     """
     if name not in PRESETS:
-        raise AugTreeError("unknown cluster", values=f"--augtree-cluster {name}",
-                           rule=f"presets are {', '.join(PRESETS)}", remedy="choose the nearest one")
+        raise AugTreeError(
+            "unknown cluster",
+            values=f"--augtree-cluster {name}",
+            rule=f"presets are {', '.join(PRESETS)}",
+            remedy="choose the nearest one",
+        )
     return PRESETS[name]

@@ -3,8 +3,8 @@
 Everything tree-specific is in one function, `sees`: may a query row of one span attend to the key rows of
 another? Fused, prefill, chunk and replay passes, one tree or many, two levels or ten, use the same code.
 
-A tile joins all query rows of a rank that see the same keys: the queries of all leaves against one spine shard
-are one tile, not one per leaf.
+A tile joins all query rows of a rank that see the same keys: the queries of all leaves against one spine
+shard are one tile, not one per leaf.
 """
 
 from __future__ import annotations
@@ -55,8 +55,12 @@ def sees(shape: ForestShape, query: Span, key: Span) -> bool:
         return True
     if key.lo >= query.hi or key == query:
         return False
-    raise AugTreeError("two spans of one node overlap", values=f"{query}, {key}",
-                       rule="a node is cut once; its spans are equal or disjoint", remedy="mend the placement")
+    raise AugTreeError(
+        "two spans of one node overlap",
+        values=f"{query}, {key}",
+        rule="a node is cut once; its spans are equal or disjoint",
+        remedy="mend the placement",
+    )
 
 
 def state_buffer(pass_id: int) -> str:
@@ -64,8 +68,14 @@ def state_buffer(pass_id: int) -> str:
     return f"state/{pass_id}"
 
 
-def compile_pass(shape: ForestShape, placement: Placement, *, states: Sequence[tuple[int, Placement]] = (),
-                 primitive: str = "gather_kv", pieces: int = 1) -> Program:
+def compile_pass(
+    shape: ForestShape,
+    placement: Placement,
+    *,
+    states: Sequence[tuple[int, Placement]] = (),
+    primitive: str = "gather_kv",
+    pieces: int = 1,
+) -> Program:
     """Compile the attention of one pass.
 
     Args:
@@ -73,7 +83,8 @@ def compile_pass(shape: ForestShape, placement: Placement, *, states: Sequence[t
         placement: [rank] -> spans of the pass's own rows.
         states: (pass, its placement on this block) of the passes whose keys and values this one uses.
         primitive: ``gather_kv`` in `pieces` pieces, ``move_kv`` (as many pieces as remote ranks: the direct
-            ring), ``move_q`` (queries go to prompt state and partial results come back), ``ring`` (whole shards,
+            ring), ``move_q`` (queries go to prompt state and partial results come back), ``ring`` (whole
+            shards,
             hop by hop: baselines), ``local`` (nothing may have to move).
         pieces: stages that the gather is cut into.
 
@@ -91,25 +102,38 @@ def compile_pass(shape: ForestShape, placement: Placement, *, states: Sequence[t
     elif primitive in PRIMITIVES:
         program = _gather(block, block.world - 1 if primitive == "move_kv" else pieces)
     else:
-        raise AugTreeError("unknown primitive", values=primitive, rule=f"one of {', '.join(PRIMITIVES)}",
-                           remedy="correct the plan")
+        raise AugTreeError(
+            "unknown primitive",
+            values=primitive,
+            rule=f"one of {', '.join(PRIMITIVES)}",
+            remedy="correct the plan",
+        )
     if primitive == "local" and any(stage.transfers for stage in program.stages):
-        raise AugTreeError("primitive local cannot run here", values=f"block of {block.world} ranks",
-                           rule="local needs every visible key on the query's own rank",
-                           remedy="use gather_kv or move_q")
+        raise AugTreeError(
+            "primitive local cannot run here",
+            values=f"block of {block.world} ranks",
+            rule="local needs every visible key on the query's own rank",
+            remedy="use gather_kv or move_q",
+        )
     return program
 
 
 class _Block:
     """What every rank of the block holds, indexed by node."""
 
-    def __init__(self, shape: ForestShape, placement: Placement, states: Sequence[tuple[int, Placement]]) -> None:
+    def __init__(
+        self, shape: ForestShape, placement: Placement, states: Sequence[tuple[int, Placement]]
+    ) -> None:
         self.shape, self.world, self.placement = shape, len(placement), placement
         self.home = [[Held(s, HOME, o) for s, o in buffer_offsets(spans)] for spans in placement]
-        self.state = [[Held(s, state_buffer(p), o) for p, placed in states for s, o in buffer_offsets(placed[rank])]
-                      for rank in range(self.world)]
-        self.buffers = [{HOME: count(spans), **{state_buffer(p): count(placed[r]) for p, placed in states}}
-                        for r, spans in enumerate(placement)]
+        self.state = [
+            [Held(s, state_buffer(p), o) for p, placed in states for s, o in buffer_offsets(placed[rank])]
+            for rank in range(self.world)
+        ]
+        self.buffers = [
+            {HOME: count(spans), **{state_buffer(p): count(placed[r]) for p, placed in states}}
+            for r, spans in enumerate(placement)
+        ]
         self._seen: list[dict[int, list[Held]]] = [self._index(held) for held in self.home]
 
     def _index(self, held: list[Held]) -> dict[int, list[Held]]:
@@ -126,8 +150,11 @@ class _Block:
 
     def needed(self, src: int, dst: int, keys: Sequence[Held]) -> list[Held]:
         """Those keys of `src` that some query of `dst` sees."""
-        return [k for k in keys
-                if any(sees(self.shape, q.span, k.span) for q in self._seen[dst].get(k.span.node, ()))]
+        return [
+            k
+            for k in keys
+            if any(sees(self.shape, q.span, k.span) for q in self._seen[dst].get(k.span.node, ()))
+        ]
 
     def own_triangles(self, rank: int, wanted: Callable[[int], bool]) -> list[Tile]:
         """Causal tiles of a rank's own rows, one a node; a node's spans lie one after the other."""
@@ -172,8 +199,9 @@ def _finish(block: _Block, stages: list[tuple[list[Transfer], list[list[Tile]]]]
     return Program(block.world, block.placement, tuple(block.buffers), tuple(made))
 
 
-def _fetch(block: _Block, name: str, dst: int, sources: Sequence[tuple[int, Sequence[Held]]]) \
-        -> tuple[list[Transfer], list[Held]]:
+def _fetch(
+    block: _Block, name: str, dst: int, sources: Sequence[tuple[int, Sequence[Held]]]
+) -> tuple[list[Transfer], list[Held]]:
     """Bring keys of several ranks into one buffer of `dst`, laid out by node and row whoever sends them."""
     arriving = sorted(((k, src) for src, keys in sources for k in keys), key=lambda pair: pair[0].span)
     landed, transfers, offset = [], [], 0
@@ -182,18 +210,29 @@ def _fetch(block: _Block, name: str, dst: int, sources: Sequence[tuple[int, Sequ
         offset += key.span.hi - key.span.lo
     for src, keys in sources:
         for buffer in sorted({k.buffer for k in keys}):
-            pairs = sorted((k.range, spot.range) for (k, s), spot in zip(arriving, landed)
-                           if s == src and k.buffer == buffer)
+            pairs = sorted(
+                (k.range, spot.range)
+                for (k, s), spot in zip(arriving, landed)
+                if s == src and k.buffer == buffer
+            )
             transfers += _aligned(Payload.KV, src, dst, buffer, name, pairs)
     if offset:
         block.buffers[dst][name] = offset
     return transfers, landed
 
 
-def _aligned(payload: Payload, src: int, dst: int, source: str, sink: str,
-             pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> list[Transfer]:
+def _aligned(
+    payload: Payload,
+    src: int,
+    dst: int,
+    source: str,
+    sink: str,
+    pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+) -> list[Transfer]:
     """Transfers of (source range, sink range) pairs; one, since both ends order spans by node and row."""
-    return [Transfer(payload, src, dst, rows(source, [a for a, _ in pairs]), rows(sink, [b for _, b in pairs]))]
+    return [
+        Transfer(payload, src, dst, rows(source, [a for a, _ in pairs]), rows(sink, [b for _, b in pairs]))
+    ]
 
 
 def _gather(block: _Block, pieces: int) -> Program:
@@ -208,10 +247,14 @@ def _gather(block: _Block, pieces: int) -> Program:
     edges = [remote * i // pieces for i in range(pieces + 1)]
     stages = [([], [[] for _ in range(world)]) for _ in range(pieces + 1)]
     for rank in range(world):
-        stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(rank)
+        stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(
+            rank
+        )
         for piece, (lo, hi) in enumerate(zip(edges, edges[1:])):
-            sources = [((rank - shift) % world, block.owned((rank - shift) % world))
-                       for shift in range(lo + 1, hi + 1)]
+            sources = [
+                ((rank - shift) % world, block.owned((rank - shift) % world))
+                for shift in range(lo + 1, hi + 1)
+            ]
             sources = [(src, block.needed(src, rank, keys)) for src, keys in sources]
             transfers, landed = _fetch(block, f"kv/{piece}", rank, [s for s in sources if s[1]])
             stages[piece][0].extend(transfers)
@@ -226,7 +269,9 @@ def _move_q(block: _Block) -> Program:
     stages = [([], [[] for _ in range(world)]) for _ in range(3)]
     for rank in range(world):
         others = [src for src in range(world) if src != rank]
-        stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(rank)
+        stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(
+            rank
+        )
         keys = [(src, block.needed(src, rank, block.home[src])) for src in others]
         transfers, landed = _fetch(block, "kv/0", rank, [s for s in keys if s[1]])
         stages[0][0].extend(transfers)
@@ -240,11 +285,19 @@ def _move_q(block: _Block) -> Program:
     return _finish(block, _without_idle(stages))
 
 
-def _visitors(block: _Block, rank: int, others: Sequence[int]) -> tuple[list[Transfer], list[Transfer], list[Held]]:
+def _visitors(
+    block: _Block, rank: int, others: Sequence[int]
+) -> tuple[list[Transfer], list[Transfer], list[Held]]:
     """Queries of other ranks that see prompt state of `rank`, in one buffer, and their way back."""
-    coming = sorted(((q, src) for src in others for q in block.home[src]
-                     if any(sees(block.shape, q.span, k.span) for k in block.state[rank])),
-                    key=lambda pair: pair[0].span)
+    coming = sorted(
+        (
+            (q, src)
+            for src in others
+            for q in block.home[src]
+            if any(sees(block.shape, q.span, k.span) for k in block.state[rank])
+        ),
+        key=lambda pair: pair[0].span,
+    )
     spots, offset = [], 0
     for q, _ in coming:
         spots.append(Held(q.span, QUERIES, offset))
@@ -279,8 +332,9 @@ def _ring(block: _Block) -> Program:
     return _finish(block, _without_idle(stages))
 
 
-def _relay(block: _Block, name: str, src: int, dst: int, shard: Sequence[Held]) \
-        -> tuple[list[Transfer], list[Held]]:
+def _relay(
+    block: _Block, name: str, src: int, dst: int, shard: Sequence[Held]
+) -> tuple[list[Transfer], list[Held]]:
     """Hand a whole shard on, buffer by buffer and layout unchanged, so that every hop names the same rows."""
     transfers, landed = [], []
     for part, buffer in enumerate(dict.fromkeys(h.buffer for h in shard)):
@@ -289,15 +343,17 @@ def _relay(block: _Block, name: str, src: int, dst: int, shard: Sequence[Held]) 
         for h in held:
             landed.append(Held(h.span, sink, offset))
             offset += h.span.hi - h.span.lo
-        spots = landed[-len(held):]
-        transfers += _aligned(Payload.KV, src, dst, buffer, sink,
-                              [(h.range, spot.range) for h, spot in zip(held, spots)])
+        spots = landed[-len(held) :]
+        transfers += _aligned(
+            Payload.KV, src, dst, buffer, sink, [(h.range, spot.range) for h, spot in zip(held, spots)]
+        )
         block.buffers[dst][sink] = offset
     return transfers, landed
 
 
-def _without_idle(stages: list[tuple[list[Transfer], list[list[Tile]]]]) \
-        -> list[tuple[list[Transfer], list[list[Tile]]]]:
+def _without_idle(
+    stages: list[tuple[list[Transfer], list[list[Tile]]]],
+) -> list[tuple[list[Transfer], list[list[Tile]]]]:
     """Join a stage into the one before it where nothing lands between them and nothing computed is sent."""
     kept = [stages[0]]
     for transfers, tiles in stages[1:]:

@@ -1,12 +1,12 @@
 """What a pass costs: seconds and bytes in closed forms, from its placement alone.
 
-The forms count exactly what the compiler emits (rows, pairs, received rows, messages; a test compares them), so
-that candidates are priced without compiling them. Times are integer nanoseconds.
+The forms count exactly what the compiler emits (rows, pairs, received rows, messages; a test compares them),
+so that candidates are priced without compiling them. Times are integer nanoseconds.
 
     layer    = max over ranks of  linear(rows) + attention(pairs, tiles) + exposed traffic + fixed costs
     linear   = rows * linear_flops / gemm_flops * (1 + half_rows / rows) + element-wise traffic
-    exposed  = traffic that does not fit under the tiles (all of it where nothing overlaps) + stages * stage_ns
-    pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
+    exposed  = traffic that does not fit under the tiles (all of it where nothing overlaps) + stages *
+    stage_ns pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class PassLoads:
         """[rank] -> (nodes that it sees whole, node -> end of what its own rows of the node see)."""
         views = []
         for spans in self.p.placement:
-            whole = frozenset().union(*[self.shape.ancestors[s.node] for s in spans]) if spans else frozenset()
+            whole = (
+                frozenset().union(*[self.shape.ancestors[s.node] for s in spans]) if spans else frozenset()
+            )
             last: dict[int, int] = {}
             for s in spans:
                 last[s.node] = max(last.get(s.node, 0), s.lo)
@@ -107,7 +109,7 @@ class PassLoads:
         return len(nodes) > 1
 
     def _tiles(self, rank: int, sources: int) -> int:
-        """Own triangles, and a tile a source for the shared nodes; wide leaves have one of their own a source."""
+        """Own triangles, and a tile a source for the shared nodes and for every wide leaf."""
         whole, last = self._views[rank]
         leaves = [n for n in last if not self.shape.children[n]]
         spread = sum(1 for n in leaves if sum(n in view[1] for view in self._views) > 1)
@@ -116,12 +118,27 @@ class PassLoads:
 
     def _gather(self) -> list[RankLoad]:
         kinds = [self.p.placement, *self.states]
-        flows = [[[self._visible(kind[src], dst) if src != dst else 0 for kind in kinds] for dst in range(self.world)]
-                 for src in range(self.world)]
+        flows = [
+            [
+                [self._visible(kind[src], dst) if src != dst else 0 for kind in kinds]
+                for dst in range(self.world)
+            ]
+            for src in range(self.world)
+        ]
         sources = self.world - 1 if self.p.primitive == "move_kv" else min(self.p.pieces, self.world - 1)
-        return [RankLoad(**self._basic(r), tiles=self._tiles(r, sources), kv_in=sum(sum(f[r]) for f in flows),
-                         kv_out=sum(sum(f) for f in flows[r]), q_in=0, q_out=0,
-                         messages=sum(any(f) for f in flows[r]), far=self._far(r)) for r in range(self.world)]
+        return [
+            RankLoad(
+                **self._basic(r),
+                tiles=self._tiles(r, sources),
+                kv_in=sum(sum(f[r]) for f in flows),
+                kv_out=sum(sum(f) for f in flows[r]),
+                q_in=0,
+                q_out=0,
+                messages=sum(any(f) for f in flows[r]),
+                far=self._far(r),
+            )
+            for r in range(self.world)
+        ]
 
     def _ring(self) -> list[RankLoad]:
         shards = [sum(count(kind[r]) for kind in (self.p.placement, *self.states)) for r in range(self.world)]
@@ -130,15 +147,29 @@ class PassLoads:
         for r in range(self.world):
             passing = [shards[(r - hop) % self.world] for hop in range(remote)]
             arriving = total - shards[r] if remote else 0
-            loads.append(RankLoad(**self._basic(r), tiles=self._tiles(r, remote), kv_in=arriving, kv_out=sum(passing),
-                                  q_in=0, q_out=0, messages=sum(x > 0 for x in passing), far=self._far(r)))
+            loads.append(
+                RankLoad(
+                    **self._basic(r),
+                    tiles=self._tiles(r, remote),
+                    kv_in=arriving,
+                    kv_out=sum(passing),
+                    q_in=0,
+                    q_out=0,
+                    messages=sum(x > 0 for x in passing),
+                    far=self._far(r),
+                )
+            )
         return loads
 
     def _move_q(self) -> list[RankLoad]:
-        home = [[self._visible(self.p.placement[src], dst) if src != dst else 0 for dst in range(self.world)]
-                for src in range(self.world)]
-        visits = [[self._visitors(src, dst) if src != dst else 0 for dst in range(self.world)]
-                  for src in range(self.world)]
+        home = [
+            [self._visible(self.p.placement[src], dst) if src != dst else 0 for dst in range(self.world)]
+            for src in range(self.world)
+        ]
+        visits = [
+            [self._visitors(src, dst) if src != dst else 0 for dst in range(self.world)]
+            for src in range(self.world)
+        ]
         loads = []
         for r in range(self.world):
             basic = self._basic(r)
@@ -146,26 +177,47 @@ class PassLoads:
             q_out, q_in = sum(visits[r]), sum(v[r] for v in visits)
             sent = sum(bool(home[r][o] or visits[r][o]) for o in range(self.world))
             back = sum(bool(visits[o][r]) for o in range(self.world))
-            loads.append(RankLoad(**basic, tiles=self._tiles(r, 1) + 1, kv_in=sum(h[r] for h in home),
-                                  kv_out=sum(home[r]), q_in=q_in, q_out=q_out, messages=sent + back,
-                                  far=self._far(r)))
+            loads.append(
+                RankLoad(
+                    **basic,
+                    tiles=self._tiles(r, 1) + 1,
+                    kv_in=sum(h[r] for h in home),
+                    kv_out=sum(home[r]),
+                    q_in=q_in,
+                    q_out=q_out,
+                    messages=sent + back,
+                    far=self._far(r),
+                )
+            )
         return loads
 
     def _sees_state(self, query: Span, rank: int) -> int:
         """Rows of prompt state on `rank` that a query span sees."""
         ancestors = self.shape.ancestors[query.node]
-        return sum(s.hi - s.lo for state in self.states for s in state[rank]
-                   if s.node in ancestors or (s.node == query.node and s.hi <= query.lo))
+        return sum(
+            s.hi - s.lo
+            for state in self.states
+            for s in state[rank]
+            if s.node in ancestors or (s.node == query.node and s.hi <= query.lo)
+        )
 
     def _visitors(self, src: int, dst: int) -> int:
         return sum(q.hi - q.lo for q in self.p.placement[src] if self._sees_state(q, dst))
 
     def _pairs_moved(self, rank: int) -> int:
         """Pairs that visitors bring to a rank, less those that its own queries take elsewhere."""
-        come = sum((q.hi - q.lo) * self._sees_state(q, rank) for other, spans in enumerate(self.p.placement)
-                   if other != rank for q in spans)
-        go = sum((q.hi - q.lo) * self._sees_state(q, other) for q in self.p.placement[rank]
-                 for other in range(self.world) if other != rank)
+        come = sum(
+            (q.hi - q.lo) * self._sees_state(q, rank)
+            for other, spans in enumerate(self.p.placement)
+            if other != rank
+            for q in spans
+        )
+        go = sum(
+            (q.hi - q.lo) * self._sees_state(q, other)
+            for q in self.p.placement[rank]
+            for other in range(self.world)
+            if other != rank
+        )
         return come - go
 
 
@@ -187,7 +239,9 @@ class Prices:
         gemm, attention = (c.gemm_backward_pct, c.attention_backward_pct) if backward else (100, 100)
         linear = self.linear_ns(load.rows, m.linear_flops) * gemm // 100
         linear += load.rows * m.saved_bytes * 2 * gemm // 100 * NS // c.row_bytes_s
-        tiles = (load.pairs * m.pair_flops * NS // c.attention_flops + load.tiles * c.tile_ns) * attention // 100
+        tiles = (
+            (load.pairs * m.pair_flops * NS // c.attention_flops + load.tiles * c.tile_ns) * attention // 100
+        )
         moved = self.traffic_bytes(load, backward=backward, keep=keep)
         wire = moved * NS // (c.nic_bytes_s if load.far else c.link_bytes_s) + load.messages * c.message_ns
         exposed = max(0, wire - tiles // 2) if c.overlap else wire
@@ -215,7 +269,9 @@ class Prices:
         for backward in (False, True):
             slowest = 0
             for load in loads.ranks:
-                layer = self.layer_ns(load, loads.stages, backward=backward, keep=p.keep, primitive=p.primitive)
+                layer = self.layer_ns(
+                    load, loads.stages, backward=backward, keep=p.keep, primitive=p.primitive
+                )
                 vocab = self.linear_ns(load.scored, m.vocab_flops) * (2 if backward else 1)
                 slowest = max(slowest, m.layers * layer + vocab)
             times.append(slowest + c.pass_ns)
@@ -236,5 +292,11 @@ class Prices:
     def work_bytes(self, loads: PassLoads) -> list[int]:
         """[rank] bytes that one layer's backward needs beside what was kept."""
         m = self.model
-        return [(load.rows * (m.saved_bytes // 2 + 2 * m.q_heads * (m.k_dim + m.v_dim) * m.accum_bytes)
-                 + load.kv_in * 2 * m.kv_bytes + load.scored * m.vocab * m.accum_bytes) for load in loads.ranks]
+        return [
+            (
+                load.rows * (m.saved_bytes // 2 + 2 * m.q_heads * (m.k_dim + m.v_dim) * m.accum_bytes)
+                + load.kv_in * 2 * m.kv_bytes
+                + load.scored * m.vocab * m.accum_bytes
+            )
+            for load in loads.ranks
+        ]

@@ -1,8 +1,8 @@
 """Leaves on the ranks of a block: whole, over lanes, over the whole block, or a mixture.
 
-Inner nodes (spines) are always cut in a zigzag over the block. Imbalance costs more than traffic, so the choice
-for the leaves is wide: on single ranks (longest first on top of what is there), on lanes of a given size, on all
-ranks, or the longest on all ranks with row-granular shares that fill up what the whole ones left uneven.
+Inner nodes (spines) are always cut in a zigzag over the block. Imbalance costs more than traffic, so the
+choice for the leaves is wide: on single ranks (longest first on top of what is there), on lanes of a given
+size, on all ranks, or the longest on all ranks with row-granular shares that fill up what the whole ones left uneven.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def place_inner(shape: ForestShape, nodes: Sequence[int], degree: int) -> list[t
     return pieces
 
 
-def loads_of(shape: ForestShape, pieces: Sequence[tuple[int, Sequence[Span]]], degree: int,
-             pairs_per_row: int) -> list[int]:
+def loads_of(
+    shape: ForestShape, pieces: Sequence[tuple[int, Sequence[Span]]], degree: int, pairs_per_row: int
+) -> list[int]:
     """[block rank] cost of some pieces."""
     loads = [0] * degree
     for rank, spans in pieces:
@@ -36,8 +37,16 @@ def loads_of(shape: ForestShape, pieces: Sequence[tuple[int, Sequence[Span]]], d
     return loads
 
 
-def place(shape: ForestShape, inner: Sequence[int], leaves: Sequence[int], degree: int, *, lane_degree: int,
-          wide: int, pairs_per_row: int) -> Placement:
+def place(
+    shape: ForestShape,
+    inner: Sequence[int],
+    leaves: Sequence[int],
+    degree: int,
+    *,
+    lane_degree: int,
+    wide: int,
+    pairs_per_row: int,
+) -> Placement:
     """Place the nodes of a pass on a block.
 
     Args:
@@ -46,8 +55,8 @@ def place(shape: ForestShape, inner: Sequence[int], leaves: Sequence[int], degre
         leaves: nodes that go to lanes.
         degree: ranks of the block.
         lane_degree: ranks of a lane; 1 keeps leaves whole, `degree` makes every leaf wide.
-        wide: how many of the longest leaves are cut over the whole block whatever `lane_degree` is; their shares
-            fill up what the other leaves left uneven.
+        wide: how many of the longest leaves are cut over the whole block whatever `lane_degree` is; their
+            shares fill up what the other leaves left uneven.
         pairs_per_row: see `row_cost`.
     """
     pieces = place_inner(shape, inner, degree)
@@ -69,7 +78,9 @@ def place(shape: ForestShape, inner: Sequence[int], leaves: Sequence[int], degre
     return collect(degree, pieces)
 
 
-def _shares(shape: ForestShape, node: int, loads: Sequence[int], pairs_per_row: int, *, even: bool) -> list[int]:
+def _shares(
+    shape: ForestShape, node: int, loads: Sequence[int], pairs_per_row: int, *, even: bool
+) -> list[int]:
     """How much of a wide leaf each rank takes; a zigzag's cost is nearly proportional to its rows."""
     if even:
         return [1] * len(loads)

@@ -1,9 +1,9 @@
 """A plan: everything that is decided for one optimizer step, frozen, without tensors or process groups.
 
-A plan is a small graph of passes and the order in which they are played. Passes of one *job* work on one block
-of ranks and together hold the trees (or the parts of a tree) that the job took; a spine that two jobs share is
-held by both, a prompt copy each. All ranks play the same list of events and skip those of other blocks, so
-there is one global order and no cyclic wait.
+A plan is a small graph of passes and the order in which they are played. Passes of one *job* work on one
+block of ranks and together hold the trees (or the parts of a tree) that the job took; a spine that two jobs
+share is held by both, a prompt copy each. All ranks play the same list of events and skip those of other
+blocks, so there is one global order and no cyclic wait.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class Plan:
         if pass_id not in self._programs:
             p = self.passes[pass_id]
             states = [(read, self.passes[read].placement) for read in p.reads]
-            self._programs[pass_id] = compile_pass(self.shape, p.placement, states=states, primitive=p.primitive,
-                                                   pieces=p.pieces)
+            self._programs[pass_id] = compile_pass(
+                self.shape, p.placement, states=states, primitive=p.primitive, pieces=p.pieces
+            )
         return self._programs[pass_id]
 
     @cached_property
@@ -126,11 +127,21 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict:
-        passes = [{**asdict(p), "placement": [[list(s) for s in spans] for spans in p.placement]}
-                  for p in self.passes]
-        return {"world": self.world, "mode": self.mode, "shape": asdict(self.shape), "passes": passes,
-                "events": [list(e) for e in self.events], "note": self.note, "seconds": self.seconds,
-                "peak_bytes": self.peak_bytes, "pricing": self.pricing}
+        passes = [
+            {**asdict(p), "placement": [[list(s) for s in spans] for spans in p.placement]}
+            for p in self.passes
+        ]
+        return {
+            "world": self.world,
+            "mode": self.mode,
+            "shape": asdict(self.shape),
+            "passes": passes,
+            "events": [list(e) for e in self.events],
+            "note": self.note,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "pricing": self.pricing,
+        }
 
     @staticmethod
     def from_json(data: dict) -> Plan:
@@ -142,15 +153,25 @@ class Plan:
         try:
             shape = ForestShape(**{k: tuple(v) for k, v in data["shape"].items()})
             passes = tuple(
-                Pass(**{**p, "block": tuple(p["block"]), "reads": tuple(p["reads"]),
-                        "placement": tuple(tuple(Span(*s) for s in spans) for spans in p["placement"])})
-                for p in data["passes"])
+                Pass(
+                    **{
+                        **p,
+                        "block": tuple(p["block"]),
+                        "reads": tuple(p["reads"]),
+                        "placement": tuple(tuple(Span(*s) for s in spans) for spans in p["placement"]),
+                    }
+                )
+                for p in data["passes"]
+            )
             rest = {k: data[k] for k in ("world", "mode", "note", "seconds", "peak_bytes", "pricing")}
             return Plan(shape=shape, passes=passes, events=tuple(Event(*e) for e in data["events"]), **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise AugTreeError("cannot read a plan", values=f"{type(error).__name__}: {error}",
-                               rule="a plan is the JSON that Plan.to_json() writes",
-                               remedy="write the plan again with this version") from error
+            raise AugTreeError(
+                "cannot read a plan",
+                values=f"{type(error).__name__}: {error}",
+                rule="a plan is the JSON that Plan.to_json() writes",
+                remedy="write the plan again with this version",
+            ) from error
 
     def check(self, *, pairs: bool = False) -> None:
         """Assert that the plan computes every row and every pair and can be played.
@@ -188,26 +209,46 @@ def table(plan: Plan) -> str:
         moves = p.primitive if p.primitive != "gather_kv" else f"gather_kv in {p.pieces}"
         held = " ".join(str(count(spans)) for spans in p.placement)
         block = f"{p.block[0]}-{p.block[-1]}" if len(p.block) > 1 else str(p.block[0])
-        rows.append((str(p.id), p.kind, block, held, "nothing" if len(p.block) == 1 else moves,
-                     ",".join(map(str, p.reads)) or "-", "yes" if p.keep else "no"))
+        rows.append(
+            (
+                str(p.id),
+                p.kind,
+                block,
+                held,
+                "nothing" if len(p.block) == 1 else moves,
+                ",".join(map(str, p.reads)) or "-",
+                "yes" if p.keep else "no",
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     total = plan.shape.total_rows
-    head = (f"{plan.mode}: {total} rows in {len(plan.shape.roots)} trees on {plan.world} ranks, "
-            f"{len(plan.passes)} passes" + (f"; {plan.note}" if plan.note else ""))
+    head = (
+        f"{plan.mode}: {total} rows in {len(plan.shape.roots)} trees on {plan.world} ranks, "
+        f"{len(plan.passes)} passes" + (f"; {plan.note}" if plan.note else "")
+    )
     return "\n".join([head, *lines])
 
 
 def _check_pass(plan: Plan, p: Pass) -> None:
-    _require(p.kind in KINDS and p.primitive in PRIMITIVES, "a pass has a known kind and primitive",
-             f"pass {p.id}: {p.kind}, {p.primitive}")
+    _require(
+        p.kind in KINDS and p.primitive in PRIMITIVES,
+        "a pass has a known kind and primitive",
+        f"pass {p.id}: {p.kind}, {p.primitive}",
+    )
     _require(plan.passes[p.id] is p, "passes are numbered in order", f"pass {p.id}")
-    _require(len(set(p.block)) == len(p.block) == len(p.placement) > 0
-             and all(0 <= rank < plan.world for rank in p.block),
-             "a block's ranks are distinct ranks of the pool", f"pass {p.id}: {p.block} of {plan.world}")
+    _require(
+        len(set(p.block)) == len(p.block) == len(p.placement) > 0
+        and all(0 <= rank < plan.world for rank in p.block),
+        "a block's ranks are distinct ranks of the pool",
+        f"pass {p.id}: {p.block} of {plan.world}",
+    )
     for read in p.reads:
-        _require(read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
-                 "a pass reads earlier passes of its job on its block", f"pass {p.id} reads {read}")
+        _require(
+            read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
+            "a pass reads earlier passes of its job on its block",
+            f"pass {p.id} reads {read}",
+        )
     _require(p.primitive != "move_q" or bool(p.reads), "move_q needs prompt state", f"pass {p.id}")
 
 
@@ -220,21 +261,35 @@ def _check_job(plan: Plan, job: int, passes: list[Pass]) -> None:
             for span in spans:
                 held.setdefault(span.node, []).append((span.lo, span.hi))
     for node, ranges in held.items():
-        _require(_covers(ranges, shape.rows[node]), "a job holds every row of its nodes once",
-                 f"job {job}, node {node}: {sorted(ranges)} of {shape.rows[node]} rows")
-        _require(shape.ancestors[node] <= held.keys(), "a job holds the ancestors of its nodes",
-                 f"job {job}, node {node}")
+        _require(
+            _covers(ranges, shape.rows[node]),
+            "a job holds every row of its nodes once",
+            f"job {job}, node {node}: {sorted(ranges)} of {shape.rows[node]} rows",
+        )
+        _require(
+            shape.ancestors[node] <= held.keys(),
+            "a job holds the ancestors of its nodes",
+            f"job {job}, node {node}",
+        )
     for p in passes:
         seen = [plan.passes[q] for q in (*p.reads, p.id)]
         for node in p.nodes:
             last = max(span.hi for spans in p.placement for span in spans if span.node == node)
             visible = [(s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == node]
-            _require(_covers([r for r in visible if r[0] < last], last), "a pass reads its node's earlier rows",
-                     f"pass {p.id}, node {node}")
+            _require(
+                _covers([r for r in visible if r[0] < last], last),
+                "a pass reads its node's earlier rows",
+                f"pass {p.id}, node {node}",
+            )
             for ancestor in shape.ancestors[node]:
-                visible = [(s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == ancestor]
-                _require(_covers(visible, shape.rows[ancestor]), "a pass reads all its ancestors' rows",
-                         f"pass {p.id}, node {node}, ancestor {ancestor}")
+                visible = [
+                    (s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == ancestor
+                ]
+                _require(
+                    _covers(visible, shape.rows[ancestor]),
+                    "a pass reads all its ancestors' rows",
+                    f"pass {p.id}, node {node}, ancestor {ancestor}",
+                )
 
 
 def _covers(ranges: Iterable[tuple[int, int]], end: int) -> bool:
@@ -252,19 +307,32 @@ def _check_events(plan: Plan) -> None:
     for action, pass_id in plan.events:
         p = plan.passes[pass_id]
         if action == "forward":
-            _require(set(p.reads) <= forward - backward and pass_id not in forward,
-                     "a forward comes once, while the state it reads is alive", f"pass {pass_id}")
+            _require(
+                set(p.reads) <= forward - backward and pass_id not in forward,
+                "a forward comes once, while the state it reads is alive",
+                f"pass {pass_id}",
+            )
             forward.add(pass_id)
         else:
             readers = {q.id for q in plan.passes if pass_id in q.reads}
-            _require(action == "backward" and pass_id in forward - backward and readers <= backward,
-                     "a backward comes once, after its readers'", f"{action} {pass_id}")
+            _require(
+                action == "backward" and pass_id in forward - backward and readers <= backward,
+                "a backward comes once, after its readers'",
+                f"{action} {pass_id}",
+            )
             backward.add(pass_id)
-    _require(forward == backward == set(range(len(plan.passes))), "every pass has a forward and a backward",
-             f"forward {sorted(forward)}, backward {sorted(backward)}")
+    _require(
+        forward == backward == set(range(len(plan.passes))),
+        "every pass has a forward and a backward",
+        f"forward {sorted(forward)}, backward {sorted(backward)}",
+    )
 
 
 def _require(good: bool, rule: str, values: str) -> None:
     if not good:
-        raise AugTreeError("a plan breaks a rule", values=values, rule=rule,
-                           remedy="plan again; a plan that the planner made and that fails here is a bug")
+        raise AugTreeError(
+            "a plan breaks a rule",
+            values=values,
+            rule=rule,
+            remedy="plan again; a plan that the planner made and that fails here is a bug",
+        )

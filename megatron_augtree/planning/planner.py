@@ -1,8 +1,9 @@
 """Chooses a plan just before the update, from lengths alone: candidates -> feasible -> cheapest.
 
 The search goes from what matters most to what matters least: blocks, prompt copies and lanes first (imbalance
-costs more than traffic), then primitive and pieces, then phases and waves, which also take over where memory is
-short. The baselines' plans are candidates, so the predicted time is never worse than theirs. Ties go to the
+costs more than traffic), then primitive and pieces, then phases and waves, which also take over where memory
+is short. The baselines' plans are candidates, so the predicted time is never worse than theirs. Ties go to
+the
 earlier candidate: same lengths, same plan, on every rank and machine.
 """
 
@@ -36,11 +37,14 @@ class Priced:
 def price(plan: Plan, prices: Prices) -> Priced:
     """Predicted time and memory of a plan.
 
-    A rank's time is the sum of its passes (a block waits for its slowest rank in every layer); the plan's is the
-    slowest rank's. Memory follows the events: what passes keep from forward to backward, plus one layer's work.
+    A rank's time is the sum of its passes (a block waits for its slowest rank in every layer); the plan's is
+    the slowest rank's. Memory follows the events: what passes keep from forward to backward, plus one layer's
+    work.
     """
-    loads = [PassLoads(plan.shape, p, [plan.passes[r].placement for r in p.reads], prices.cluster.node_ranks)
-             for p in plan.passes]
+    loads = [
+        PassLoads(plan.shape, p, [plan.passes[r].placement for r in p.reads], prices.cluster.node_ranks)
+        for p in plan.passes
+    ]
     times = [prices.pass_ns(load) for load in loads]
     provides = plan.provides
     kept = [prices.pass_bytes(load, provides=p.id in provides) for load, p in zip(loads, plan.passes)]
@@ -56,8 +60,14 @@ def price(plan: Plan, prices: Prices) -> Priced:
     return Priced(plan, max(busy, default=0), max(peak, default=0))
 
 
-def make_plan(shape: ForestShape, model: ModelShape, world: int, config: AugTreeConfig, *,
-              tree_groups: Sequence[int] | None = None) -> Plan:
+def make_plan(
+    shape: ForestShape,
+    model: ModelShape,
+    world: int,
+    config: AugTreeConfig,
+    *,
+    tree_groups: Sequence[int] | None = None,
+) -> Plan:
     """The cheapest plan that fits.
 
     Args:
@@ -109,7 +119,9 @@ class _Search:
                 self._try(refined)
         if not self.forced and tree_groups is not None:
             for mode in _CANDIDATE_BASELINES:
-                self._consider(price(baseline_plan(mode, self.shape, tree_groups, self.world, 0), self.prices))
+                self._consider(
+                    price(baseline_plan(mode, self.shape, tree_groups, self.world, 0), self.prices)
+                )
         if self.best is None:
             raise self._infeasible()
         return self.best
@@ -122,21 +134,32 @@ class _Search:
         if not wrong[0]:
             wrong = (degree % copies, "copies divides degree: each copy gets degree / copies ranks")
         if not wrong[0]:
-            wrong = (lane > degree // copies or degree // copies % lane, "lane_degree divides degree / copies")
+            wrong = (
+                lane > degree // copies or degree // copies % lane,
+                "lane_degree divides degree / copies",
+            )
         waiting = {"waves", "chunks"} & forced.keys() or forced.get("primitive") == "move_q"
         if not wrong[0]:
-            wrong = (bool(waiting) and forced.get("phase", "phased") != "phased",
-                     "waves, chunks and move_q belong to phase=phased")
+            wrong = (
+                bool(waiting) and forced.get("phase", "phased") != "phased",
+                "waves, chunks and move_q belong to phase=phased",
+            )
         if not wrong[0] and (waiting or forced.get("phase") == "phased"):
             inner = any(self.shape.children)
             wrong = (not inner, "a phased plan needs a shared prompt: a node with leaves below it")
         if not wrong[0]:
-            wrong = (forced.get("primitive") == "local" and degree // copies > 1,
-                     "primitive=local needs blocks of one rank (degree = copies)")
+            wrong = (
+                forced.get("primitive") == "local" and degree // copies > 1,
+                "primitive=local needs blocks of one rank (degree = copies)",
+            )
         if wrong[0]:
             raise InfeasiblePlanError(
-                "a forced plan cannot be made", values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
-                f"{len(self.shape.roots)} trees", rule=str(wrong[1]), remedy="change or drop a key")
+                "a forced plan cannot be made",
+                values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
+                f"{len(self.shape.roots)} trees",
+                rule=str(wrong[1]),
+                remedy="change or drop a key",
+            )
 
     def _limit(self) -> int:
         return min(self.config.degree or self.world, self.world)
@@ -147,17 +170,26 @@ class _Search:
         degrees = sorted({1 << i for i in range(limit.bit_length()) if 1 << i <= limit} | {limit})
         if "degree" in forced:
             degrees = [forced["degree"] // forced.get("copies", 1)]
-        phased = forced.get("phase") == "phased" or {"waves", "chunks"} & forced.keys() or \
-            forced.get("primitive") == "move_q"
-        base = Choice(degree=1, phase="phased" if phased else "fused", chunks=forced.get("chunks", 1),
-                      waves=forced.get("waves", 1), primitive=forced.get("primitive", "gather_kv"))
+        phased = (
+            forced.get("phase") == "phased"
+            or {"waves", "chunks"} & forced.keys()
+            or forced.get("primitive") == "move_q"
+        )
+        base = Choice(
+            degree=1,
+            phase="phased" if phased else "fused",
+            chunks=forced.get("chunks", 1),
+            waves=forced.get("waves", 1),
+            primitive=forced.get("primitive", "gather_kv"),
+        )
         for degree in degrees:
             copies = [c for c in (1, 2, 4, 8) if c == 1 or c * degree <= self.world and len(self.leaves) > 1]
             for copy in [forced["copies"]] if "copies" in forced else copies:
                 for lane, wide in self._lanes(degree):
                     for together in (True, False) if len(self.shape.roots) > 1 else (True,):
-                        yield replace(base, degree=degree, copies=copy, lane_degree=lane, wide=wide,
-                                      together=together)
+                        yield replace(
+                            base, degree=degree, copies=copy, lane_degree=lane, wide=wide, together=together
+                        )
 
     def _lanes(self, degree: int) -> Iterable[tuple[int, int]]:
         if "lane_degree" in self.forced:
@@ -182,8 +214,9 @@ class _Search:
             for waves in (w for w in wave_counts if w <= max(1, len(self.leaves))):
                 for chunks in chunk_counts:
                     for primitive in primitives if choice.degree > 1 else ("gather_kv",):
-                        variants.append(replace(choice, phase="phased", chunks=chunks, waves=waves,
-                                                primitive=primitive))
+                        variants.append(
+                            replace(choice, phase="phased", chunks=chunks, waves=waves, primitive=primitive)
+                        )
         for variant in variants:
             yield variant
             yield replace(variant, keep=False)
@@ -205,7 +238,8 @@ class _Search:
         longest = self.shape.starts[node] + rows[node]
         return InfeasiblePlanError(
             "no plan fits the memory budget",
-            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3f}; the leanest plan ({lean.plan.note}) needs "
-            f"{lean.peak_bytes / GIB:.3f} GiB; the longest sequence has {longest} rows (ends in node {node})",
+            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3f}; the leanest plan ({lean.plan.note}) "
+            f"needs {lean.peak_bytes / GIB:.3f} GiB; the longest sequence has {longest} rows (ends in node {node})",
             rule="every rank's predicted peak above the model stays within the budget",
-            remedy="raise the budget, add ranks, or shorten the longest sequence")
+            remedy="raise the budget, add ranks, or shorten the longest sequence",
+        )

@@ -7,8 +7,8 @@ A stage is one step of the whole block: its transfers travel while its tiles are
 tiles are done. So a stage's transfers and tiles read only what earlier stages landed. Both ends of a transfer
 read the same object: no tags, no negotiation, one sender and one receiver by construction.
 
-Buffers, by name: ``home`` (the pass's own rows), ``state/<pass>`` (keys and values that an earlier pass kept on
-this rank), ``kv/<i>`` (received keys and values), ``q`` (received queries and their partial results).
+Buffers, by name: ``home`` (the pass's own rows), ``state/<pass>`` (keys and values that an earlier pass kept
+on this rank), ``kv/<i>`` (received keys and values), ``q`` (received queries and their partial results).
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def reverse(program: Program, *, keep: bool) -> Program:
     """The backward of a forward program.
 
     Forward stage t of m becomes backward stage m-1-t with the same tiles and every transfer turned round:
-    KV -> DKV, Q -> DQ, PARTIAL -> DPARTIAL. What lands after stage t is used after stage t, so its gradient is
-    complete before stage m-1-t comes up.
+    KV -> DKV, Q -> DQ, PARTIAL -> DPARTIAL. What lands after stage t is used after stage t, so its gradient
+    is complete before stage m-1-t comes up.
 
     Args:
         program: a forward program.
@@ -151,18 +151,29 @@ def reverse(program: Program, *, keep: bool) -> Program:
             fetched again from their owner one stage before first use, and queries ride with DPARTIAL.
     """
     if program.backward:
-        raise AugTreeError("cannot reverse a backward program", rule="reverse takes a forward program",
-                           remedy="keep the forward program and reverse it once")
-    turned = {Payload.KV: Payload.DKV, Payload.Q: Payload.DQ,
-              Payload.PARTIAL: Payload.DPARTIAL if keep else Payload.DPARTIAL_Q}
+        raise AugTreeError(
+            "cannot reverse a backward program",
+            rule="reverse takes a forward program",
+            remedy="keep the forward program and reverse it once",
+        )
+    turned = {
+        Payload.KV: Payload.DKV,
+        Payload.Q: Payload.DQ,
+        Payload.PARTIAL: Payload.DPARTIAL if keep else Payload.DPARTIAL_Q,
+    }
     stages = [
         ([Transfer(turned[t.payload], t.dst, t.src, t.sink, t.source) for t in stage.transfers], stage.tiles)
         for stage in reversed(program.stages)
     ]
     if not keep:
         stages = _fetch_again(program, stages)
-    return Program(program.world, program.home, program.buffers,
-                   tuple(Stage(tuple(transfers), tiles) for transfers, tiles in stages), backward=True)
+    return Program(
+        program.world,
+        program.home,
+        program.buffers,
+        tuple(Stage(tuple(transfers), tiles) for transfers, tiles in stages),
+        backward=True,
+    )
 
 
 def _fetch_again(program: Program, stages: list) -> list:
@@ -184,7 +195,7 @@ def _fetch_again(program: Program, stages: list) -> list:
 
 
 def _owned(program: Program) -> list[Transfer]:
-    """The forward's KV transfers, each from the rank that owns the rows (a multi-hop ring is followed back)."""
+    """The forward's KV transfers, each from the owner of the rows (a multi-hop ring is followed back)."""
     origin: dict[tuple[int, Rows], tuple[int, Rows]] = {}
     owned = []
     for stage in program.stages:
@@ -201,8 +212,18 @@ def field_bytes(shape: ModelShape) -> dict[str, int]:
     k, v = shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim
     q, o, n = shape.q_heads * shape.k_dim, shape.q_heads * shape.v_dim, shape.q_heads
     item, accum = shape.item_bytes, shape.accum_bytes
-    return {"k": k * item, "v": v * item, "q": q * item, "dout": o * item, "out": o * accum, "lse": n * accum,
-            "delta": n * accum, "dk": k * accum, "dv": v * accum, "dq": q * accum}
+    return {
+        "k": k * item,
+        "v": v * item,
+        "q": q * item,
+        "dout": o * item,
+        "out": o * accum,
+        "lse": n * accum,
+        "delta": n * accum,
+        "dk": k * accum,
+        "dv": v * accum,
+        "dq": q * accum,
+    }
 
 
 def transfer_bytes(transfer: Transfer, shape: ModelShape) -> int:
@@ -240,20 +261,29 @@ def check(program: Program, area: int) -> None:
     Raises:
         AugTreeError: the broken rule and the stage.
     """
-    landed = [{name for name in buffers if name == HOME or name.startswith("state/")}
-              for buffers in program.buffers]
+    landed = [
+        {name for name in buffers if name == HOME or name.startswith("state/")} for buffers in program.buffers
+    ]
     received: list[set[str]] = [set() for _ in range(program.world)]
     for index, stage in enumerate(program.stages):
         if not program.backward:
             for t in stage.transfers:
-                _require(t.source.buffer in landed[t.src] | received[t.src],
-                         "a transfer reads what has not landed", index, t)
+                _require(
+                    t.source.buffer in landed[t.src] | received[t.src],
+                    "a transfer reads what has not landed",
+                    index,
+                    t,
+                )
             _check_partials(program, index)
             for rank, tiles in enumerate(stage.tiles):
                 for tile in tiles:
                     known = landed[rank] | received[rank]
-                    _require({tile.q.buffer, tile.kv.buffer} <= known, "a tile reads what has not landed",
-                             index, tile)
+                    _require(
+                        {tile.q.buffer, tile.kv.buffer} <= known,
+                        "a tile reads what has not landed",
+                        index,
+                        tile,
+                    )
         _check_stage(program, index, stage)
         for t in stage.transfers:
             received[t.dst].add(t.sink.buffer)
@@ -265,19 +295,31 @@ def _check_partials(program: Program, index: int) -> None:
     """Partial results leave only when every tile that adds to them is done."""
     for t in program.stages[index].transfers:
         if t.payload is Payload.PARTIAL:
-            late = [tile for stage in program.stages[index:] for tile in stage.tiles[t.src]
-                    if tile.q.buffer == t.source.buffer]
+            late = [
+                tile
+                for stage in program.stages[index:]
+                for tile in stage.tiles[t.src]
+                if tile.q.buffer == t.source.buffer
+            ]
             _require(not late, "a partial result leaves before its tiles are done", index, t)
 
 
 def _check_stage(program: Program, index: int, stage: Stage) -> None:
     copied: dict[tuple[int, str, str], list[tuple[int, int]]] = {}
     for t in stage.transfers:
-        _require(t.src != t.dst and t.source.count == t.sink.count > 0,
-                 "a transfer's ends must differ and have the same, positive number of rows", index, t)
+        _require(
+            t.src != t.dst and t.source.count == t.sink.count > 0,
+            "a transfer's ends must differ and have the same, positive number of rows",
+            index,
+            t,
+        )
         for rank, end in ((t.src, t.source), (t.dst, t.sink)):
-            _require(end.ranges[-1][1] <= program.buffers[rank].get(end.buffer, 0),
-                     "a transfer's rows are outside their buffer", index, t)
+            _require(
+                end.ranges[-1][1] <= program.buffers[rank].get(end.buffer, 0),
+                "a transfer's rows are outside their buffer",
+                index,
+                t,
+            )
         if t.payload.landing is Landing.COPY:
             copied.setdefault((t.dst, t.sink.buffer, t.payload.name), []).extend(t.sink.ranges)
     for ranges in copied.values():
@@ -286,13 +328,19 @@ def _check_stage(program: Program, index: int, stage: Stage) -> None:
     for tiles in stage.tiles:
         for tile in tiles:
             same = tile.q == tile.kv and len(tile.q.ranges) == 1
-            _require(tile.area > 0 and (same or not tile.causal), "a tile is empty or not a triangle", index, tile)
+            _require(
+                tile.area > 0 and (same or not tile.causal), "a tile is empty or not a triangle", index, tile
+            )
 
 
 def _require(good: bool, rule: str, stage: int, thing: object) -> None:
     if not good:
-        raise AugTreeError("a program breaks a rule", values=f"stage {stage}: {thing}", rule=rule,
-                           remedy="report this plan: compiled programs must pass this check")
+        raise AugTreeError(
+            "a program breaks a rule",
+            values=f"stage {stage}: {thing}",
+            rule=rule,
+            remedy="report this plan: compiled programs must pass this check",
+        )
 
 
 def buffer_offsets(spans: Iterable[Span]) -> list[tuple[Span, int]]:

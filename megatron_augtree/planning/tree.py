@@ -138,8 +138,13 @@ class Forest:
         )
 
 
-def from_sequences(sequences: Seq[TokenSequence], *, groups: Seq[int] | None = None, min_shared_rows: int = 1,
-                   share: bool = True) -> Forest:
+def from_sequences(
+    sequences: Seq[TokenSequence],
+    *,
+    groups: Seq[int] | None = None,
+    min_shared_rows: int = 1,
+    share: bool = True,
+) -> Forest:
     """Merge sequences into prefix trees.
 
     Args:
@@ -164,8 +169,12 @@ def from_sequences(sequences: Seq[TokenSequence], *, groups: Seq[int] | None = N
     return builder.finish()
 
 
-def from_groups(groups: Seq[tuple[Seq[int], Seq[tuple[Seq[int], Seq[bool]]]]], *, min_shared_rows: int = 1,
-                share: bool = True) -> Forest:
+def from_groups(
+    groups: Seq[tuple[Seq[int], Seq[tuple[Seq[int], Seq[bool]]]]],
+    *,
+    min_shared_rows: int = 1,
+    share: bool = True,
+) -> Forest:
     """Trees of (prompt, [(response tokens, loss mask)]) groups.
 
     Sequences are numbered group by group, response by response.
@@ -206,7 +215,9 @@ def _check_sequence(index: int, sequence: TokenSequence) -> None:
         )
 
 
-def _clusters(sequences: Seq[TokenSequence], groups: Seq[int] | None, min_shared_rows: int) -> list[list[int]]:
+def _clusters(
+    sequences: Seq[TokenSequence], groups: Seq[int] | None, min_shared_rows: int
+) -> list[list[int]]:
     """Sequences that may share rows, in order of first appearance.
 
     Sharing `m` rows means agreeing on the first m + 1 tokens, which is an equivalence, so a dictionary finds
@@ -265,14 +276,14 @@ class _Builder:
         while work:
             lo, hi, depth, parent = work.pop()
             ends = [len(self.symbols[order[i]]) - 1 for i in range(lo, hi)]
-            common = min([*shared[lo:hi - 1], *ends])
+            common = min([*shared[lo : hi - 1], *ends])
             if common > depth:
                 self.parents.append(parent)
                 self.bounds.append((order[lo], depth, common))
                 parent = len(self.parents) - 1
             pieces = self._split(order, shared, lo, hi, common, parent)
             # A stack plays in reverse; responses keep the caller's order.
-            for first, last in sorted(pieces, key=lambda p: -min(order[p[0]:p[1]])):
+            for first, last in sorted(pieces, key=lambda p: -min(order[p[0] : p[1]])):
                 work.append((first, last, common, parent))
 
     def _split(self, order, shared, lo, hi, common, parent) -> list[tuple[int, int]]:
@@ -280,7 +291,7 @@ class _Builder:
         pieces, start = [], lo
         for i in range(lo, hi):
             if i + 1 == hi or shared[i] <= common:
-                run = order[start:i + 1]
+                run = order[start : i + 1]
                 if len(self.symbols[run[0]]) - 1 <= common:
                     for index in run:
                         self.end_node[index] = parent
@@ -306,8 +317,9 @@ class _Builder:
                 path.append(node)
                 node = parents[node]
             path.reverse()
-            rows_of = np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in path] or
-                                     [np.zeros(0, np.int64)])
+            rows_of = np.concatenate(
+                [np.arange(offsets[n], offsets[n + 1]) for n in path] or [np.zeros(0, np.int64)]
+            )
             mine = rows_of[np.asarray(sequence.scored, bool)]
             scored[mine] = True
             paths.append(tuple(path))
@@ -316,12 +328,12 @@ class _Builder:
         for node in self.end_node:
             if node >= 0:
                 ends[node] += 1
-        counts = [int(scored[offsets[n]:offsets[n + 1]].sum()) for n in range(len(parents))]
+        counts = [int(scored[offsets[n] : offsets[n + 1]].sum()) for n in range(len(parents))]
         shape = ForestShape(tuple(parents), tuple(rows), tuple(counts), tuple(int(e) for e in ends))
         return Forest(
             shape=shape,
             inputs=gather(lambda t, lo, hi: t[lo:hi]),
-            targets=gather(lambda t, lo, hi: t[lo + 1:hi + 1]),
+            targets=gather(lambda t, lo, hi: t[lo + 1 : hi + 1]),
             positions=gather(lambda t, lo, hi: np.arange(lo, hi)),
             scored=scored,
             paths=tuple(paths),

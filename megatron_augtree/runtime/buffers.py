@@ -1,4 +1,4 @@
-"""Row buffers: named groups of tensors that hold one row per entry, and how ranges of them are read and written."""
+"""Row buffers: named groups of tensors with one row per entry; reading and writing ranges of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pieces(rows: Rows, part: Tensor):
     """`part` [rows.count, ...] cut along the ranges of `rows`, each piece with its range."""
     offset = 0
     for lo, hi in rows.ranges:
-        yield part[offset:offset + hi - lo], (lo, hi)
+        yield part[offset : offset + hi - lo], (lo, hi)
         offset += hi - lo
 
 
@@ -49,8 +49,11 @@ def pack(fields: list[Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(
-        0, dtype=torch.uint8)
+    return (
+        tensor.contiguous().view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0, dtype=torch.uint8)
+    )
 
 
 def unpack(message: Tensor, layouts: list[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
@@ -60,7 +63,7 @@ def unpack(message: Tensor, layouts: list[tuple[tuple[int, ...], torch.dtype]]) 
         length = dtype.itemsize
         for dim in size:
             length *= dim
-        views.append(message[offset:offset + length].view(dtype).view(size))
+        views.append(message[offset : offset + length].view(dtype).view(size))
         offset += length
     return views
 

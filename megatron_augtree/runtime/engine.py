@@ -1,9 +1,10 @@
 """Plays a plan's events around a model.
 
-Log-probs are small, hidden states are not: after a pass's forward its scored rows' values are shared within the
-block, and the loss sees *whole sequences*, as if there were no context parallelism. It answers with gradients of
-logical rows; indexing adds them up to gradients of rows, and those are the roots of the pass's backward. So a loss
-may couple the tokens of a sequence (GSPO) whatever the layout, and counts are global by construction.
+Log-probs are small, hidden states are not: after a pass's forward its scored rows' values are shared within
+the block, and the loss sees *whole sequences*, as if there were no context parallelism. It answers with
+gradients of logical rows; indexing adds them up to gradients of rows, and those are the roots of the pass's
+backward. So a loss may couple the tokens of a sequence (GSPO) whatever the layout, and counts are global by
+construction.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class SequenceValues:
     values: Tensor
 
 
-#: Takes whole sequences, returns this call's additive share of the loss and of scalar metrics. Names that begin
-#: with ``min/`` or ``max/`` are reduced so, all others are added.
+#: Takes whole sequences, returns this call's additive share of the loss and of scalar metrics. Metrics
+#: whose names begin with ``min/`` or ``max/`` are reduced so, all others are added.
 LossFn = Callable[[SequenceValues], tuple[Tensor, dict[str, Tensor]]]
-#: Runs the model over local rows: [n, k] values of the scored ones, connected to the graph even where n is 0.
+#: Runs the model over local rows: [n, k] values of the scored ones, connected to the graph even where
+#: n is 0.
 ModelFn = Callable[[LocalRows, PassContext], Tensor]
 
 
@@ -108,8 +110,14 @@ class Engine:
         self._sequences = SequenceLayout(self.plan, self.forest, self._layouts)
         self._backward: dict[int, Program] = {}
 
-    def play(self, loss_fn: LossFn | None = None, *, scale: float = 1.0, forward_only: bool = False,
-             collect: bool = False) -> StepResult:
+    def play(
+        self,
+        loss_fn: LossFn | None = None,
+        *,
+        scale: float = 1.0,
+        forward_only: bool = False,
+        collect: bool = False,
+    ) -> StepResult:
         """Play all events.
 
         Args:
@@ -134,9 +142,16 @@ class Engine:
         if p.id not in self._backward:
             self._backward[p.id] = reverse(self.plan.program(p.id), keep=p.keep)
         return PassContext(
-            block=p.block, forward=self.plan.program(p.id), backward=self._backward[p.id], keep=p.keep,
-            transport=self.transport, kernel=self.kernel, states={read: states[read] for read in p.reads},
-            own_state=states.get(p.id), trace=self.trace)
+            block=p.block,
+            forward=self.plan.program(p.id),
+            backward=self._backward[p.id],
+            keep=p.keep,
+            transport=self.transport,
+            kernel=self.kernel,
+            states={read: states[read] for read in p.reads},
+            own_state=states.get(p.id),
+            trace=self.trace,
+        )
 
 
 class _Run:
@@ -173,7 +188,7 @@ class _Run:
         values = torch.cat(parts).requires_grad_(not self.forward_only)
         counted = 0 in self.engine.transport.hosts(p.block)
         if counted:
-            self.collected |= {s: part for s, part in zip(sequences, parts)}
+            self.collected |= dict(zip(sequences, parts))
         if self.loss_fn is None:
             return
         with torch.set_grad_enabled(not self.forward_only):
@@ -195,8 +210,9 @@ class _Run:
     def _write(self, passes: np.ndarray, slots: np.ndarray, gradient: Tensor) -> None:
         for pass_id in np.unique(passes):
             where = np.flatnonzero(passes == pass_id)
-            self.played[int(pass_id)].gradient.index_add_(0, torch.as_tensor(slots[where]),
-                                                          gradient[torch.as_tensor(where)])
+            self.played[int(pass_id)].gradient.index_add_(
+                0, torch.as_tensor(slots[where]), gradient[torch.as_tensor(where)]
+            )
 
     def _count(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         self.loss += float(loss.detach())
@@ -208,7 +224,9 @@ class _Run:
         if not self.forward_only:
             layout = self.engine._layouts[p.id]
             # Also where no row carries a loss: other ranks wait for this rank's dK and dV.
-            roots = torch.cat([played.gradient[layout.span(rank)] for rank in self.engine.transport.hosts(p.block)])
+            roots = torch.cat(
+                [played.gradient[layout.span(rank)] for rank in self.engine.transport.hosts(p.block)]
+            )
             with self._span(p, "backward"):
                 torch.autograd.backward([played.output], [roots])
         self.states.pop(p.id, None)
@@ -234,7 +252,7 @@ class _Run:
         width = int(self.engine.transport.total(torch.tensor(self.width), "max"))
         dense = torch.zeros((int(bounds[-1]), width), dtype=torch.float64)
         for sequence, part in self.collected.items():
-            dense[bounds[sequence]:bounds[sequence + 1]] = part.to("cpu", torch.float64)
+            dense[bounds[sequence] : bounds[sequence + 1]] = part.to("cpu", torch.float64)
         return self.engine.transport.total(dense)
 
 

@@ -100,8 +100,13 @@ class PassLayout:
         def tensor(values: np.ndarray) -> Tensor:
             return torch.as_tensor(values, dtype=torch.int64, device=device)
 
-        return LocalRows(rows, tensor(forest.inputs[rows]), tensor(forest.positions[rows]), tensor(scored),
-                         tensor(forest.targets[rows[scored]]))
+        return LocalRows(
+            rows,
+            tensor(forest.inputs[rows]),
+            tensor(forest.positions[rows]),
+            tensor(scored),
+            tensor(forest.targets[rows[scored]]),
+        )
 
 
 class SequenceLayout:
@@ -134,7 +139,10 @@ class SequenceLayout:
         rows, job = self.forest.logical[sequence], self._job[sequence]
         places = self._pass_of[job][rows], self._slot_of[job][rows]
         if (places[0] < 0).any():
-            raise InputError("a plan does not hold a sequence's rows", values=f"sequence {sequence}",
-                             rule="every scored row of a sequence is in its job's passes",
-                             remedy="plan from the same groups that are played")
+            raise InputError(
+                "a plan does not hold a sequence's rows",
+                values=f"sequence {sequence}",
+                rule="every scored row of a sequence is in its job's passes",
+                remedy="plan from the same groups that are played",
+            )
         return places

@@ -1,9 +1,9 @@
 """Keys and values that a pass keeps for later passes, and the ports that put their gradients back.
 
-A later pass reads the kept keys and values and adds its dK, dV to accumulators beside them. When the backward of
-the pass that owns the rows reaches a layer's keys and values, the *port* (an identity in the forward) adds what has
-accumulated. So prompt gradients need no second graph, and a port works inside activation recompute: the forward may
-run twice, it writes the same values; the backward runs once.
+A later pass reads the kept keys and values and adds its dK, dV to accumulators beside them. When the backward
+of the pass that owns the rows reaches a layer's keys and values, the *port* (an identity in the forward) adds
+what has accumulated. So prompt gradients need no second graph, and a port works inside activation recompute:
+the forward may run twice, it writes the same values; the backward runs once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ class PromptState:
             AugTreeError: the pass has not run, or its backward has already taken them.
         """
         if (layer, rank) not in self.layers:
-            raise AugTreeError("prompt state is not there", values=f"layer {layer}, block rank {rank}",
-                               rule="a pass's keys and values live from its forward to its backward",
-                               remedy="play the plan's events in order")
+            raise AugTreeError(
+                "prompt state is not there",
+                values=f"layer {layer}, block rank {rank}",
+                rule="a pass's keys and values live from its forward to its backward",
+                remedy="play the plan's events in order",
+            )
         return self.layers[(layer, rank)]
 
     def read_gradients(self, layer: int, rank: int) -> dict[str, Tensor]:
@@ -50,7 +53,9 @@ class PromptState:
         fields = self.read(layer, rank)
         for name in ("k", "v"):
             if "d" + name not in fields:
-                fields["d" + name] = torch.zeros_like(fields[name], dtype=accumulation_dtype(fields[name].dtype))
+                fields["d" + name] = torch.zeros_like(
+                    fields[name], dtype=accumulation_dtype(fields[name].dtype)
+                )
         return fields
 
     def take_gradients(self, layer: int, rank: int) -> tuple[Tensor, Tensor] | None:
@@ -78,8 +83,9 @@ class _Port(torch.autograd.Function):
         return dk, dv, None, None, None, None
 
 
-def port(k: Tensor, v: Tensor, state: PromptState, layer: int, ranks: Sequence[int], sizes: Sequence[int]) \
-        -> tuple[Tensor, Tensor]:
+def port(
+    k: Tensor, v: Tensor, state: PromptState, layer: int, ranks: Sequence[int], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Keep keys and values for later passes, and let their gradients in at this point of the graph.
 
     Args:

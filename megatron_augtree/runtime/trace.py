@@ -32,8 +32,17 @@ class Trace:
 
     def add(self, rank: int, name: str, category: str, start_us: float, duration_us: float) -> None:
         """Record a span with known times, microseconds."""
-        self.events.append({"name": name, "cat": category, "ph": "X", "pid": self.kind, "tid": rank,
-                            "ts": start_us, "dur": duration_us})
+        self.events.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "pid": self.kind,
+                "tid": rank,
+                "ts": start_us,
+                "dur": duration_us,
+            }
+        )
 
     def write(self, path: str) -> None:
         """Write the trace in one atomic rename."""

@@ -1,8 +1,8 @@
 """Point-to-point exchange of a stage's transfers, and the few small sums that a step needs.
 
-Two transports with one protocol. `DistTransport` is one rank of a process group (gloo, NCCL); all transfers of a
-stage from one rank to another are one message. `LocalTransport` plays all ranks of a pool in one process in
-lock-step: it takes its snapshot of every message before any tile runs, as a real network would.
+Two transports with one protocol. `DistTransport` is one rank of a process group (gloo, NCCL); all transfers
+of a stage from one rank to another are one message. `LocalTransport` plays all ranks of a pool in one process
+in lock-step: it takes its snapshot of every message before any tile runs, as a real network would.
 
 Landing follows the order of the stage's transfers, whatever arrives first: same plan, same bits.
 Transport never sees a mask.
@@ -55,14 +55,22 @@ class Transport(Protocol):
     def hosts(self, block: Sequence[int]) -> list[int]:
         """Block ranks that this process plays."""
 
-    def post(self, block: Sequence[int], stage: Stage, held: Mapping[int, Buffers], spec: FieldSpec) -> object:
+    def post(
+        self, block: Sequence[int], stage: Stage, held: Mapping[int, Buffers], spec: FieldSpec
+    ) -> object:
         """Start a stage's transfers; returns what `land` takes. `held` maps hosted block ranks to buffers."""
 
     def land(self, posted: object) -> None:
         """Wait for this process's transfers of a stage and write them."""
 
-    def share(self, block: Sequence[int], mine: Mapping[int, Tensor], counts: Sequence[int], width: int,
-              like: Tensor) -> Tensor:
+    def share(
+        self,
+        block: Sequence[int],
+        mine: Mapping[int, Tensor],
+        counts: Sequence[int],
+        width: int,
+        like: Tensor,
+    ) -> Tensor:
         """[sum(counts), width] values of a block's ranks, in block order, on every rank of it."""
 
     def total(self, values: Tensor, op: str = "sum") -> Tensor:
@@ -140,8 +148,10 @@ class LocalTransport:
         return list(range(len(block)))
 
     def post(self, block, stage, held, spec):
-        sent = {pair: _pack(ts, held[pair[0]], spec, self.traffic[block[pair[0]]])
-                for pair, ts in _messages(stage).items()}
+        sent = {
+            pair: _pack(ts, held[pair[0]], spec, self.traffic[block[pair[0]]])
+            for pair, ts in _messages(stage).items()
+        }
         return stage, held, spec, sent
 
     def land(self, posted) -> None:
@@ -170,7 +180,9 @@ class DistTransport:
         delay: called before every send; tests use it to shake the order of arrival.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, delay: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, delay: Callable[[], float] | None = None
+    ) -> None:
         self.group, self.delay = group, delay
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.traffic = [Traffic() for _ in range(self.world)]
@@ -189,8 +201,12 @@ class DistTransport:
 
     def post(self, block, stage, held, spec):
         if self.rank not in block:
-            raise AugTreeError("a rank plays a block that it is not in", values=f"rank {self.rank}, block {block}",
-                               rule="only a block's ranks exchange its transfers", remedy="report this plan")
+            raise AugTreeError(
+                "a rank plays a block that it is not in",
+                values=f"rank {self.rank}, block {block}",
+                rule="only a block's ranks exchange its transfers",
+                remedy="report this plan",
+            )
         me = block.index(self.rank)
         pairs = {pair: ts for pair, ts in _messages(stage).items() if me in pair}
         messages, works, sent = {}, [], []
@@ -228,7 +244,9 @@ class DistTransport:
             if other != me and counts[me]:
                 operations.append(dist.P2POp(dist.isend, parts[me], self._global[block[other]], self.group))
             if other != me and counts[other]:
-                operations.append(dist.P2POp(dist.irecv, parts[other], self._global[block[other]], self.group))
+                operations.append(
+                    dist.P2POp(dist.irecv, parts[other], self._global[block[other]], self.group)
+                )
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return torch.cat(parts)

@@ -105,15 +105,28 @@ def _field_spec(q: Tensor, k: Tensor, v: Tensor) -> FieldSpec:
     accum = accumulation_dtype(q.dtype)
     q_row, k_row, v_row = tuple(q.shape[1:]), tuple(k.shape[1:]), tuple(v.shape[1:])
     out_row = (q.shape[1], v.shape[2])
-    sizes = {"q": q_row, "k": k_row, "v": v_row, "out": out_row, "dout": out_row, "lse": out_row[:1],
-             "delta": out_row[:1], "dq": q_row, "dk": k_row, "dv": v_row}
+    sizes = {
+        "q": q_row,
+        "k": k_row,
+        "v": v_row,
+        "out": out_row,
+        "dout": out_row,
+        "lse": out_row[:1],
+        "delta": out_row[:1],
+        "dq": q_row,
+        "dk": k_row,
+        "dv": v_row,
+    }
     dtypes = {name: q.dtype if name in ("q", "k", "v", "dout") else accum for name in sizes}
     return FieldSpec(sizes, dtypes)
 
 
-def _empty(names: Sequence[str], rows: int, spec: FieldSpec, device: torch.device, fill: float | None) \
-        -> dict[str, Tensor]:
-    made = {name: torch.empty((rows, *spec.sizes[name]), dtype=spec.dtypes[name], device=device) for name in names}
+def _empty(
+    names: Sequence[str], rows: int, spec: FieldSpec, device: torch.device, fill: float | None
+) -> dict[str, Tensor]:
+    made = {
+        name: torch.empty((rows, *spec.sizes[name]), dtype=spec.dtypes[name], device=device) for name in names
+    }
     if fill is not None:
         for tensor in made.values():
             tensor.fill_(fill)
@@ -129,7 +142,10 @@ def _forward_buffers(q, k, v, context: PassContext, layer: int) -> dict[int, Buf
             if name == HOME:
                 buffers[name] = {"q": q_rank, "k": k_rank, "v": v_rank, **_partials(count, spec, q.device)}
             elif name == QUERIES:
-                buffers[name] = {**_empty(("q",), count, spec, q.device, None), **_partials(count, spec, q.device)}
+                buffers[name] = {
+                    **_empty(("q",), count, spec, q.device, None),
+                    **_partials(count, spec, q.device),
+                }
             elif name.startswith("kv/"):
                 buffers[name] = _empty(("k", "v"), count, spec, q.device, None)
         for pass_id, state in context.states.items():
@@ -144,12 +160,17 @@ def _partials(count: int, spec: FieldSpec, device: torch.device) -> dict[str, Te
 
 def _received(held: Mapping[int, Buffers]) -> dict[tuple[int, str], dict[str, Tensor]]:
     """What came from other ranks and is worth keeping: keys, values and queries, not partial results."""
-    return {(rank, name): {f: t for f, t in fields.items() if f in ("q", "k", "v")}
-            for rank, buffers in held.items() for name, fields in buffers.items()
-            if name == QUERIES or name.startswith("kv/")}
+    return {
+        (rank, name): {f: t for f, t in fields.items() if f in ("q", "k", "v")}
+        for rank, buffers in held.items()
+        for name, fields in buffers.items()
+        if name == QUERIES or name.startswith("kv/")
+    }
 
 
-def _backward_buffers(q, k, v, out, lse, dout, received, context: PassContext, layer: int) -> dict[int, Buffers]:
+def _backward_buffers(
+    q, k, v, out, lse, dout, received, context: PassContext, layer: int
+) -> dict[int, Buffers]:
     spec, held = _field_spec(q, k, v), {}
     delta = delta_of(dout, out)
     splits = [x.split(context.sizes) for x in (q, k, v, out, lse, dout, delta)]
@@ -174,7 +195,9 @@ def _backward_buffers(q, k, v, out, lse, dout, received, context: PassContext, l
     return held
 
 
-def _run(program: Program, held: dict[int, Buffers], context: PassContext, spec: FieldSpec, scale: float) -> None:
+def _run(
+    program: Program, held: dict[int, Buffers], context: PassContext, spec: FieldSpec, scale: float
+) -> None:
     compute = _backward_tiles if program.backward else _forward_tiles
     for index, stage in enumerate(program.stages):
         posted = context.transport.post(context.block, stage, held, spec) if stage.transfers else None
@@ -206,24 +229,46 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 
 
-def _forward_tiles(tiles: Sequence[Tile], causal: bool, buffers: Buffers, kernel: Kernel, scale: float) -> None:
-    segments = [Segment(take(buffers[t.q.buffer]["q"], t.q), take(buffers[t.kv.buffer]["k"], t.kv),
-                        take(buffers[t.kv.buffer]["v"], t.kv)) for t in tiles]
+def _forward_tiles(
+    tiles: Sequence[Tile], causal: bool, buffers: Buffers, kernel: Kernel, scale: float
+) -> None:
+    segments = [
+        Segment(
+            take(buffers[t.q.buffer]["q"], t.q),
+            take(buffers[t.kv.buffer]["k"], t.kv),
+            take(buffers[t.kv.buffer]["v"], t.kv),
+        )
+        for t in tiles
+    ]
     for tile, (out, lse) in zip(tiles, kernel.forward(segments, causal, scale)):
         into = buffers[tile.q.buffer]
         for (part, (lo, hi)), (part_lse, _) in zip(pieces(tile.q, out), pieces(tile.q, lse)):
             merge_(into["out"][lo:hi], into["lse"][lo:hi], part, part_lse)
 
 
-def _backward_tiles(tiles: Sequence[Tile], causal: bool, buffers: Buffers, kernel: Kernel, scale: float) -> None:
+def _backward_tiles(
+    tiles: Sequence[Tile], causal: bool, buffers: Buffers, kernel: Kernel, scale: float
+) -> None:
     segments = []
     for tile in tiles:
         queries, keys = buffers[tile.q.buffer], buffers[tile.kv.buffer]
         dout = take(queries["dout"], tile.q)
         # A visiting query brought delta instead of its output.
-        out = take(queries["out"], tile.q) if "out" in queries else synthetic_out(dout, take(queries["delta"], tile.q))
-        segments.append(SegmentGrad(dout, take(queries["q"], tile.q), take(keys["k"], tile.kv),
-                                    take(keys["v"], tile.kv), out, take(queries["lse"], tile.q)))
+        out = (
+            take(queries["out"], tile.q)
+            if "out" in queries
+            else synthetic_out(dout, take(queries["delta"], tile.q))
+        )
+        segments.append(
+            SegmentGrad(
+                dout,
+                take(queries["q"], tile.q),
+                take(keys["k"], tile.kv),
+                take(keys["v"], tile.kv),
+                out,
+                take(queries["lse"], tile.q),
+            )
+        )
     for tile, (dq, dk, dv) in zip(tiles, kernel.backward(segments, causal, scale)):
         add_(buffers[tile.q.buffer]["dq"], tile.q, dq)
         add_(buffers[tile.kv.buffer]["dk"], tile.kv, dk)
