@@ -1,8 +1,7 @@
 """The machine that plans are priced for: ranks, nodes, links, speeds, memory. Integers throughout.
 
 The presets' constants are measured (``cpu``) or assumed (the accelerators); the choice of a plan is sensitive
-to
-structure, hardly to constants: off by a factor of two they cost under 2 % on average.
+to structure, hardly to constants: off by a factor of two they cost under 2 % on average.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ so that candidates are priced without compiling them. Times are integer nanoseco
 
     layer    = max over ranks of  linear(rows) + attention(pairs, tiles) + exposed traffic + fixed costs
     linear   = rows * linear_flops / gemm_flops * (1 + half_rows / rows) + element-wise traffic
-    exposed  = traffic that does not fit under the tiles (all of it where nothing overlaps) + stages *
-    stage_ns pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
+    exposed  = traffic that does not fit under the tiles (all of it where nothing overlaps) + stage_ns * stages
+    pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
 """
 
 from __future__ import annotations

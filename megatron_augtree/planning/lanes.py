@@ -2,7 +2,8 @@
 
 Inner nodes (spines) are always cut in a zigzag over the block. Imbalance costs more than traffic, so the
 choice for the leaves is wide: on single ranks (longest first on top of what is there), on lanes of a given
-size, on all ranks, or the longest on all ranks with row-granular shares that fill up what the whole ones left uneven.
+size, on all ranks, or the longest on all ranks with row-granular shares that fill up what the whole ones
+left uneven.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The search goes from what matters most to what matters least: blocks, prompt copies and lanes first (imbalance
 costs more than traffic), then primitive and pieces, then phases and waves, which also take over where memory
 is short. The baselines' plans are candidates, so the predicted time is never worse than theirs. Ties go to
-the
-earlier candidate: same lengths, same plan, on every rank and machine.
+the earlier candidate: same lengths, same plan, on every rank and machine.
 """
 
 from __future__ import annotations
@@ -238,8 +237,9 @@ class _Search:
         longest = self.shape.starts[node] + rows[node]
         return InfeasiblePlanError(
             "no plan fits the memory budget",
-            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3f}; the leanest plan ({lean.plan.note}) "
-            f"needs {lean.peak_bytes / GIB:.3f} GiB; the longest sequence has {longest} rows (ends in node {node})",
+            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3f}; the leanest plan "
+            f"({lean.plan.note}) needs {lean.peak_bytes / GIB:.3f} GiB; "
+            f"the longest sequence has {longest} rows (ends in node {node})",
             rule="every rank's predicted peak above the model stays within the budget",
             remedy="raise the budget, add ranks, or shorten the longest sequence",
         )
