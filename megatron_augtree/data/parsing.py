@@ -135,7 +135,7 @@ class _Line:
 
     def encode(self, field: str, text: str) -> tuple[int, ...]:
         try:
-            return tuple(self.tokenizer.encode(text))
+            return self.checked(f"{field}: ", lambda: tuple(self.tokenizer.encode(text)))
         except UnicodeEncodeError:
             self.fail(field, "text holds half a surrogate pair", "text is Unicode that UTF-8 can express",
                       r"remove the lone \ud800 to \udfff")

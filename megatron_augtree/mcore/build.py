@@ -32,6 +32,7 @@ def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float =
     """
     check_supported(args)
     cpu.install()
+    cpu.keep_heap()
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -40,7 +41,7 @@ def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float =
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if not parallel_state.is_initialized():
         # --context-parallel-size limits plans; Megatron's own groups see the pool as one dp_cp group.
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout_s / 60)
     model_parallel_cuda_manual_seed(seed)
 
 

@@ -12,6 +12,7 @@ functions by which megatron-core reads and writes a random state are replaced th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,6 +156,23 @@ def restore() -> None:
             delattr(shim.owner, shim.name)
         else:
             setattr(shim.owner, shim.name, original)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
+
+
+def keep_heap() -> bool:
+    """Let glibc keep freed memory instead of handing every large tensor back to the kernel.
+
+    Otherwise each large activation is a fresh mapping whose pages are touched anew in every layer and step;
+    in an update of 22,000 rows that was 10 to 15 % of the time. Every mode gains alike. For the rest of the
+    process; like a device's caching allocator, it trades the smallest resident size for speed.
+
+    Returns:
+        Whether there is a glibc to tell.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 @contextlib.contextmanager

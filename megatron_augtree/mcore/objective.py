@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +12,115 @@ from torch import Tensor
 from megatron_augtree.config import AugTreeError, InputError
 from megatron_augtree.data.groups import Group
 from megatron_augtree.mcore.sampler import StepBatch
-from megatron_augtree.rl.advantages import group_advantages
-from megatron_augtree.rl.losses import Denominators, LossConfig, SequenceRows, nll_loss, policy_loss
+from megatron_augtree.rl.advantages import HOWS, group_advantages
+from megatron_augtree.rl.losses import (
+    AGGREGATIONS,
+    KL_KINDS,
+    PRESETS,
+    Denominators,
+    LossConfig,
+    SequenceRows,
+    nll_loss,
+    policy_loss,
+)
 from megatron_augtree.runtime.engine import SequenceValues
 
 OBJECTIVES = ("nll", "grpo")
+
+#: Flag -> (field of `LossConfig`, type, choices): what replaces a field of the preset.
+LOSS_FLAGS = {
+    "--clip-low": ("clip_low", float, None),
+    "--clip-high": ("clip_high", float, None),
+    "--dual-clip": ("dual_clip", float, None),
+    "--kl-coef": ("kl_coef", float, None),
+    "--kl-kind": ("kl_kind", str, KL_KINDS),
+    "--entropy-coef": ("entropy_coef", float, None),
+    "--loss-aggregation": ("aggregation", str, AGGREGATIONS),
+    "--advantage": ("advantage", str, HOWS),
+    "--temperature": ("temperature", float, None),
+}
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the objective."""
+    group = parser.add_argument_group("objective")
+    group.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="nll",
+        help="nll: mean over all loss-bearing tokens; grpo: a policy loss, see --loss-preset",
+    )
+    group.add_argument(
+        "--loss-preset",
+        choices=tuple(PRESETS),
+        default=None,
+        help="the loss as its paper has it; default grpo; the flags below replace single settings",
+    )
+    for flag, (field_name, kind, choices) in LOSS_FLAGS.items():
+        group.add_argument(
+            flag,
+            type=kind,
+            choices=choices,
+            default=None,
+            help=f"{field_name} of rl.losses.LossConfig; default the preset's",
+        )
+    group.add_argument(
+        "--loss-constant",
+        type=float,
+        default=None,
+        help="divisor of --loss-aggregation constant; default the sequences of the step times the "
+        "longest response of the data, tokens",
+    )
+
+
+def loss_config(args: argparse.Namespace) -> LossConfig:
+    """The loss that the arguments ask for.
+
+    Raises:
+        AugTreeError: a value out of range, or flags of a policy loss under another objective.
+    """
+    flags = {
+        flag: getattr(args, flag.lstrip("-").replace("-", "_"))
+        for flag in ("--loss-preset", *LOSS_FLAGS, "--loss-constant")
+    }
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    if args.objective != "grpo":
+        if given:
+            raise AugTreeError(
+                "flags of a policy loss without one",
+                values=", ".join(f"{flag} {value}" for flag, value in given.items()),
+                rule=f"under --objective {args.objective} they do nothing",
+                remedy="add --objective grpo, or remove them",
+            )
+        return LossConfig()
+    fields = {LOSS_FLAGS[flag][0]: value for flag, value in given.items() if flag in LOSS_FLAGS}
+    return LossConfig.preset(args.loss_preset or "grpo", **fields)
+
+
+def check_groups(groups: Sequence[Group], kind: str, loss: LossConfig) -> None:
+    """Fail before the first step where an objective lacks something of the groups.
+
+    Raises:
+        InputError: names the group and the field.
+    """
+    if kind != "grpo":
+        return
+    responses = [(group, response) for group in groups for response in group.responses]
+    for group in groups:
+        advantages_of(group, loss.advantage)
+    for name, needed in (("old_logprobs", False), ("ref_logprobs", loss.kl_coef > 0)):
+        without = [group.name for group, response in responses if getattr(response, name) is None]
+        if without and (needed or len(without) < len(responses)):
+            raise InputError(
+                "the loss lacks a field of the groups"
+                if needed
+                else "some responses have a field and others do not",
+                values=f"{name}: {len(without)} of {len(responses)} responses have none, the first in group "
+                f"{without[0]}" + (f"; kl_coef {loss.kl_coef}" if needed else ""),
+                rule="a KL term needs reference log-probs" if needed else "every response has it or none",
+                remedy="write it for all of them with scripts/logprobs.py"
+                + (", or use --kl-coef 0" if needed else ""),
+            )
 
 
 @dataclass

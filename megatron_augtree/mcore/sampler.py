@@ -8,6 +8,8 @@ every rank plans for itself, and the main process compares digests before the fi
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.data import DataLoader
 
-from megatron_augtree.config import AugTreeConfig, InputError
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
 from megatron_augtree.data.groups import Group, fingerprint
 from megatron_augtree.planning.baselines import UNSHARED, baseline_plan
 from megatron_augtree.planning.model import ModelShape
@@ -36,12 +38,14 @@ class StepBatch:
         groups: the groups, the same on every rank.
         forest, plan: what is computed, and how.
         fingerprint: hash of the groups; ranks compare it.
+        plan_seconds: seconds that trees and plan took, in the process that made them.
     """
 
     groups: tuple[Group, ...]
     forest: Forest
     plan: Plan
     fingerprint: str
+    plan_seconds: float = 0.0
 
     @property
     def logical_rows(self) -> int:
@@ -108,6 +112,7 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
         InfeasiblePlanError: a forced plan or a memory budget that nothing satisfies.
         AugTreeError: a plan file that cannot be read or does not fit.
     """
+    started = time.perf_counter()
     sequences, numbers = sequences_of(groups)
     minimum = config.min_shared_rows if config.mode == "augtree" else _NEVER
     forest = from_sequences(
@@ -119,7 +124,7 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
         plan = make_plan(forest.shape, model, world, config, tree_groups=_tree_groups(forest, numbers))
     else:
         plan = baseline_plan(config.mode, forest.shape, _tree_groups(forest, numbers), world, config.degree)
-    return StepBatch(tuple(groups), forest, plan, fingerprint(groups))
+    return StepBatch(tuple(groups), forest, plan, fingerprint(groups), time.perf_counter() - started)
 
 
 def _tree_groups(forest: Forest, numbers: Sequence[int]) -> list[int]:
@@ -146,16 +151,31 @@ def _read_plan(path: str) -> Plan:
 
 
 class GroupSampler:
-    """Yields the group numbers of one step after the other, epoch after epoch, in file order.
+    """Yields the group numbers of one step after the other, epoch after epoch.
+
+    A step may take the end of one epoch and the beginning of the next. Where a step begins depends on
+    `consumed` alone, so a run that resumes takes the groups that an uninterrupted one would have taken.
 
     Args:
         groups: how many groups there are.
         batch: groups of a step.
         consumed: groups used before (from a checkpoint); the next step starts there.
         steps: how many steps to yield.
+        shuffle: every epoch in an order of its own, which follows from `seed` and the epoch's number;
+            otherwise in file order.
+        seed: see `shuffle`.
     """
 
-    def __init__(self, groups: int, batch: int, *, consumed: int = 0, steps: int = 1) -> None:
+    def __init__(
+        self,
+        groups: int,
+        batch: int,
+        *,
+        consumed: int = 0,
+        steps: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
         if groups < 1 or batch < 1:
             raise InputError(
                 "nothing to train on",
@@ -164,14 +184,29 @@ class GroupSampler:
                 remedy="give a file with groups",
             )
         self.groups, self.batch, self.consumed, self.steps = groups, batch, consumed, steps
+        self.shuffle, self.seed = shuffle, seed
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        order, epoch = list(range(self.groups)), -1
         for step in range(self.steps):
-            start = self.consumed + step * self.batch
-            yield [(start + i) % self.groups for i in range(self.batch)]
+            chosen = []
+            for place in range(self.consumed + step * self.batch, self.consumed + (step + 1) * self.batch):
+                if place // self.groups != epoch:
+                    epoch = place // self.groups
+                    order = self.order(epoch)
+                chosen.append(order[place % self.groups])
+            yield chosen
+
+    def order(self, epoch: int) -> list[int]:
+        """The group numbers of an epoch, in the order they are taken."""
+        order = list(range(self.groups))
+        if self.shuffle:
+            # Seeded by text, which the standard library hashes alike on every machine.
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
 
 
 @dataclass(frozen=True)
@@ -182,8 +217,21 @@ class _Collate:
     world: int
     config: AugTreeConfig
 
-    def __call__(self, groups: list[Group]) -> StepBatch:
-        return plan_step(groups, self.model, self.world, self.config)
+    def __call__(self, groups: list[Group]) -> StepBatch | AugTreeError:
+        try:
+            return plan_step(groups, self.model, self.world, self.config)
+        except AugTreeError as error:
+            return error  # raised by the loader: the message of a worker's exception is a traceback
+
+
+class _StepLoader(DataLoader):
+    """Yields `StepBatch`es, and raises what their making raised."""
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for batch in super().__iter__():
+            if isinstance(batch, AugTreeError):
+                raise batch
+            yield batch
 
 
 def step_loader(
@@ -196,6 +244,11 @@ def step_loader(
     workers: int = 0,
 ) -> DataLoader:
     """A loader of `StepBatch`es; with workers, steps are planned while the device runs earlier ones."""
-    return DataLoader(
-        list(groups), batch_sampler=sampler, collate_fn=_Collate(model, world, config), num_workers=workers
+    # A generator of its own: otherwise every new iterator would draw from the random state of the training.
+    return _StepLoader(
+        list(groups),
+        batch_sampler=sampler,
+        collate_fn=_Collate(model, world, config),
+        num_workers=workers,
+        generator=torch.Generator(),
     )

@@ -80,7 +80,7 @@ def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) ->
     parts = [part for root in shape.roots for part in _copies(shape, root, choice.copies, pairs_per_row)]
     taken: list[set[int]] = [set() for _ in blocks]
     costs = [sum(row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in part) for part in parts]
-    for part, where in zip(parts, _to_blocks(costs, blocks)):
+    for part, where in zip(parts, _to_blocks(costs, blocks, [part[0] for part in parts])):
         taken[where].update(part)
     maker = _Maker(choice, shape, pairs_per_row)
     for block, nodes in zip(blocks, taken):
@@ -116,12 +116,15 @@ def _copies(shape: ForestShape, root: int, copies: int, pairs_per_row: int) -> l
     return [part for part in parts if part]
 
 
-def _to_blocks(costs: Sequence[int], blocks: Sequence[tuple[int, ...]]) -> list[int]:
-    """Longest part first, to the block that would finish it first."""
+def _to_blocks(costs: Sequence[int], blocks: Sequence[tuple[int, ...]], roots: Sequence[int]) -> list[int]:
+    """Longest part first, to the block that would finish it first; copies of a tree go to different ones."""
     loads, where = [0] * len(blocks), [0] * len(costs)
+    holds: set[tuple[int, int]] = set()
     for part in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        target = min(range(len(blocks)), key=lambda b: (loads[b] + costs[part] // len(blocks[b]), b))
+        free = [b for b in range(len(blocks)) if (roots[part], b) not in holds] or range(len(blocks))
+        target = min(free, key=lambda b: (loads[b] + costs[part] // len(blocks[b]), b))
         where[part] = target
+        holds.add((roots[part], target))
         loads[target] += costs[part] // len(blocks[target])
     return where
 

@@ -5,7 +5,7 @@ so that candidates are priced without compiling them. Times are integer nanoseco
 
     layer    = max over ranks of  linear(rows) + attention(pairs, tiles) + exposed traffic + fixed costs
     linear   = rows * linear_flops / gemm_flops * (1 + half_rows / rows) + element-wise traffic
-    exposed  = traffic that does not fit under the tiles (all of it where nothing overlaps) + stage_ns * stages
+    exposed  = traffic that does not fit under the tiles (all of it without overlap) + stage_ns * stages
     pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
 """
 
@@ -109,10 +109,10 @@ class PassLoads:
         return len(nodes) > 1
 
     def _tiles(self, rank: int, sources: int) -> int:
-        """Own triangles, and a tile a source for the shared nodes and for every wide leaf."""
+        """Own triangles, and a tile a source for the shared nodes and for every other node cut over ranks."""
         whole, last = self._views[rank]
-        leaves = [n for n in last if not self.shape.children[n]]
-        spread = sum(1 for n in leaves if sum(n in view[1] for view in self._views) > 1)
+        cut = [n for n in last if n not in whole]
+        spread = sum(1 for n in cut if sum(n in view[1] for view in self._views) > 1)
         shared = min(len(whole), 2)
         return len(last) + shared * (sources + 1) + spread * sources
 
@@ -290,13 +290,12 @@ class Prices:
         return held
 
     def work_bytes(self, loads: PassLoads) -> list[int]:
-        """[rank] bytes that one layer's backward needs beside what was kept."""
+        """[rank] bytes that one layer's backward needs beside what was kept: its activations' gradients, the
+        attention's accumulators and what is on the wire; measured, a little over two layers' activations."""
         m = self.model
         return [
-            (
-                load.rows * (m.saved_bytes // 2 + 2 * m.q_heads * (m.k_dim + m.v_dim) * m.accum_bytes)
-                + load.kv_in * 2 * m.kv_bytes
-                + load.scored * m.vocab * m.accum_bytes
-            )
+            load.rows * m.saved_bytes * 9 // 4
+            + (load.kv_in + load.kv_out) * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
+            + load.scored * m.vocab * m.accum_bytes
             for load in loads.ranks
         ]

@@ -236,16 +236,25 @@ def _check_pass(plan: Plan, p: Pass) -> None:
         "a pass has a known kind and primitive",
         f"pass {p.id}: {p.kind}, {p.primitive}",
     )
-    _require(plan.passes[p.id] is p, "passes are numbered in order", f"pass {p.id}")
+    _require(
+        0 <= p.id < len(plan.passes) and plan.passes[p.id] is p,
+        "passes are numbered in order",
+        f"pass {p.id}",
+    )
     _require(
         len(set(p.block)) == len(p.block) == len(p.placement) > 0
         and all(0 <= rank < plan.world for rank in p.block),
         "a block's ranks are distinct ranks of the pool",
         f"pass {p.id}: {p.block} of {plan.world}",
     )
+    _require(
+        all(0 <= node < len(plan.shape.rows) for node in p.nodes),
+        "a pass holds nodes of the forest",
+        f"pass {p.id}: {sorted(p.nodes)} of {len(plan.shape.rows)}",
+    )
     for read in p.reads:
         _require(
-            read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
+            0 <= read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
             "a pass reads earlier passes of its job on its block",
             f"pass {p.id} reads {read}",
         )
@@ -305,6 +314,7 @@ def _check_events(plan: Plan) -> None:
     forward: set[int] = set()
     backward: set[int] = set()
     for action, pass_id in plan.events:
+        _require(0 <= pass_id < len(plan.passes), "an event is of a pass", f"{action} {pass_id}")
         p = plan.passes[pass_id]
         if action == "forward":
             _require(

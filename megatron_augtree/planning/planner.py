@@ -111,16 +111,23 @@ class _Search:
         self._check_forced()
         fused: list[tuple[Priced, Choice]] = []
         for choice in self._blocks_and_lanes():
-            fused.append((self._try(choice), choice))
+            priced = self._try(choice)
+            if priced is not None:
+                fused.append((priced, choice))
         ranked = sorted(fused, key=lambda pair: pair[0].time_ns)[:3]
+        if any(priced.peak_bytes > self.budget for priced, _ in ranked):
+            ranked += sorted(fused, key=lambda pair: pair[0].peak_bytes)[:3]
         for _, choice in ranked:
             for refined in self._refinements(choice):
                 self._try(refined)
-        if not self.forced and tree_groups is not None:
+        if not self.forced and tree_groups is not None and self.world % self._limit() == 0:
             for mode in _CANDIDATE_BASELINES:
-                self._consider(
-                    price(baseline_plan(mode, self.shape, tree_groups, self.world, 0), self.prices)
-                )
+                plan = baseline_plan(mode, self.shape, tree_groups, self.world, self._limit())
+                self._consider(price(plan, self.prices))
+        if not fused:
+            raise self._refusal(
+                "a block has ranks for the primitive, leaves for copies and waves, spine rows for chunks"
+            )
         if self.best is None:
             raise self._infeasible()
         return self.best
@@ -152,13 +159,30 @@ class _Search:
                 "primitive=local needs blocks of one rank (degree = copies)",
             )
         if wrong[0]:
-            raise InfeasiblePlanError(
-                "a forced plan cannot be made",
-                values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
-                f"{len(self.shape.roots)} trees",
-                rule=str(wrong[1]),
-                remedy="change or drop a key",
-            )
+            raise self._refusal(str(wrong[1]))
+
+    def _refusal(self, rule: str) -> InfeasiblePlanError:
+        return InfeasiblePlanError(
+            "a forced plan cannot be made",
+            values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
+            f"{len(self.shape.roots)} trees, {len(self.leaves)} leaves, {self.shape.total_rows} rows",
+            rule=rule,
+            remedy="change or drop a key",
+        )
+
+    def _obeys(self, plan: Plan) -> bool:
+        """Whether some job shows every forced key; one rank moves nothing, few leaves fill no waves."""
+        jobs = [[plan.passes[p] for p in job] for job in plan.jobs]
+        replays = {sum(p.kind == "replay" for p in job) for job in jobs}
+        shown = {
+            "degree": {len(p.block) * self.forced.get("copies", 1) for p in plan.passes},
+            "copies": {sum(any(root in p.nodes for p in job) for job in jobs) for root in self.shape.roots},
+            "primitive": {p.primitive for p in plan.passes},
+            "phase": {"phased" if waves else "fused" for waves in replays},
+            "waves": replays,
+            "chunks": {sum(p.kind in ("prefill", "chunk") for p in job) for job in jobs},
+        }
+        return all(value in shown.get(key, (value,)) for key, value in self.forced.items())
 
     def _limit(self) -> int:
         return min(self.config.degree or self.world, self.world)
@@ -169,6 +193,7 @@ class _Search:
         degrees = sorted({1 << i for i in range(limit.bit_length()) if 1 << i <= limit} | {limit})
         if "degree" in forced:
             degrees = [forced["degree"] // forced.get("copies", 1)]
+        degrees = [d for d in degrees if d % forced.get("lane_degree", 1) == 0]
         phased = (
             forced.get("phase") == "phased"
             or {"waves", "chunks"} & forced.keys()
@@ -192,7 +217,7 @@ class _Search:
 
     def _lanes(self, degree: int) -> Iterable[tuple[int, int]]:
         if "lane_degree" in self.forced:
-            return [(min(self.forced["lane_degree"], degree), 0)]
+            return [(self.forced["lane_degree"], 0)]
         if degree == 1:
             return [(1, 0)]
         lanes = [(1, 0), (degree, 0)]
@@ -220,8 +245,12 @@ class _Search:
             yield variant
             yield replace(variant, keep=False)
 
-    def _try(self, choice: Choice) -> Priced:
-        priced = price(build(choice, self.shape, self.world, self.unit), self.prices)
+    def _try(self, choice: Choice) -> Priced | None:
+        """The price of a choice, or None where it is not what was forced."""
+        plan = build(choice, self.shape, self.world, self.unit)
+        if not self._obeys(plan):
+            return None
+        priced = price(plan, self.prices)
         self._consider(priced)
         return priced
 

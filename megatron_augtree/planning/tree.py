@@ -247,7 +247,8 @@ def _symbols(sequence: TokenSequence) -> np.ndarray:
     tokens = np.asarray(sequence.tokens, np.int64).reshape(-1, 1)
     if sequence.salt is None:
         return tokens
-    return np.concatenate([tokens, np.asarray(sequence.salt, np.int64).reshape(len(tokens), -1)], axis=1)
+    salt = np.asarray(sequence.salt, np.int64)
+    return np.concatenate([tokens, salt.reshape(len(tokens), int(np.prod(salt.shape[1:])))], axis=1)
 
 
 def _shared_rows(a: np.ndarray, b: np.ndarray) -> int:
@@ -270,7 +271,13 @@ class _Builder:
         self.end_node = [-1] * len(sequences)
 
     def add_cluster(self, indices: list[int]) -> None:
-        order = sorted(indices, key=lambda i: (self.symbols[i].astype(">i8").tobytes(), i))
+        # Sequences without rows have no node; salts of another width never agree, so widths stay apart.
+        order = sorted(
+            (i for i in indices if len(self.symbols[i]) > 1),
+            key=lambda i: (self.symbols[i].shape[1], self.symbols[i].astype(">i8").tobytes(), i),
+        )
+        if not order:
+            return
         shared = [_shared_rows(self.symbols[a], self.symbols[b]) for a, b in zip(order, order[1:])]
         work = [(0, len(order), 0, -1)]
         while work:

@@ -224,15 +224,17 @@ class DistTransport:
             if self.delay is not None:
                 time.sleep(self.delay())
             works = dist.batch_isend_irecv(operations)
-        return pairs, held, spec, messages, works, sent
+        return stage, pairs, held, spec, messages, works, sent
 
     def land(self, posted) -> None:
-        pairs, held, spec, messages, works, _ = posted
+        stage, pairs, held, spec, messages, works, _ = posted
         for work in works:
             work.wait()
+        parts: dict[tuple[int, str], Tensor] = {}
         for pair, message in messages.items():
-            parts = _unpack(pairs[pair], message, spec)
-            for t in pairs[pair]:
+            parts.update(_unpack(pairs[pair], message, spec))
+        for t in stage.transfers:
+            if (t.src, t.dst) in messages:
                 _write(t, {name: parts[(id(t), name)] for name in t.payload.fields}, held[t.dst])
 
     def share(self, block, mine, counts, width, like) -> Tensor:

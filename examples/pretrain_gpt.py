@@ -1,0 +1,432 @@
+"""Trains a GPT on groups of responses, launched as Megatron's own `pretrain_gpt.py` is.
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --data-path groups.jsonl.gz \
+        --context-parallel-mode augtree --num-layers 4 --hidden-size 256 --num-attention-heads 4 \
+        --vocab-size 4096 --train-iters 100 --global-batch-size 4 --objective grpo --loss-preset dapo \
+        --save checkpoints --save-interval 20 --load checkpoints --tensorboard-dir runs
+
+A group file is JSON lines (`megatron_augtree/data/groups.py` has the fields), plain or gzip, of token ids or,
+with `--tokenizer-type ByteTokenizer`, of text. Flags have Megatron's names where Megatron has the thing; a
+step takes `--global-batch-size` groups. Without `--context-parallel-mode` the run is stock Megatron: dense
+attention, one sequence a micro-batch, nothing shared. The first line of output says which it is.
+
+The step is the same in every mode: a data worker makes trees and plan while earlier steps run, a schedule
+plays them through the model, Megatron's DDP adds the gradients up, and an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError, UnsupportedError
+from megatron_augtree.data.groups import Group, fingerprint, fold, parse_range, read_groups, truncate
+from megatron_augtree.data.tokenizer import ByteTokenizer
+from megatron_augtree.mcore.arguments import (
+    add_augtree_arguments,
+    add_model_arguments,
+    augtree_config,
+    check_supported,
+)
+from megatron_augtree.mcore.build import build_config, build_model
+from megatron_augtree.mcore.checkpoint import Checkpoint, Made, Progress, latest, made_for, save
+from megatron_augtree.mcore.launch import RankParser, agree, env_rank, run, start
+from megatron_augtree.mcore.objective import Objective, add_loss_arguments, check_groups, loss_config
+from megatron_augtree.mcore.report import Report, StepRecord
+from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
+from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
+from megatron_augtree.mcore.stock import StockSchedule
+from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_model
+from megatron_augtree.rl.losses import LossConfig
+from megatron_augtree.runtime.transport import Transport
+
+
+class NullTokenizer:
+    """For files of token ids: text is an error."""
+
+    vocab_size = 1 << 62
+    end_of_text = 0
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Refuses; the reader adds file, line and field."""
+        raise InputError(
+            "text where token ids are expected",
+            values="a string",
+            rule="--tokenizer-type NullTokenizer reads token ids only",
+            remedy="use --tokenizer-type ByteTokenizer",
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The ids as text."""
+        return " ".join(map(str, tokens))
+
+
+STOCK = (
+    "no --context-parallel-mode: stock Megatron, dense attention, one sequence a micro-batch, nothing shared"
+)
+TOKENIZERS = {"NullTokenizer": NullTokenizer, "ByteTokenizer": ByteTokenizer}
+
+
+def parser() -> RankParser:
+    """All flags."""
+    parser = RankParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add_model_arguments(parser)
+    add_augtree_arguments(parser)
+    add_optimizer_arguments(parser)
+    add_loss_arguments(parser)
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data-path", nargs="+", required=True, metavar="FILE", help="group files, read in turn"
+    )
+    group.add_argument("--groups", default=":", metavar="A:B", help="of all files together, groups A to B-1")
+    group.add_argument("--tokenizer-type", choices=tuple(TOKENIZERS), default="NullTokenizer")
+    group.add_argument(
+        "--fold-token-ids",
+        action="store_true",
+        help="take ids %% --vocab-size: tries a small model on the file of a large one",
+    )
+    group.add_argument(
+        "--max-prompt-tokens", type=int, default=None, help="keep the first tokens of every prompt"
+    )
+    group.add_argument("--max-response-tokens", type=int, default=None, help="the same for responses")
+    group.add_argument("--shuffle", action="store_true", help="every epoch in an order that --seed decides")
+    group.add_argument(
+        "--num-workers", type=int, default=1, help="processes that plan ahead; 0 plans in between"
+    )
+    group = parser.add_argument_group("training")
+    group.add_argument("--train-iters", type=int, required=True, help="iterations, loaded ones included")
+    group.add_argument("--global-batch-size", type=int, default=1, help="groups of a step")
+    group.add_argument("--seed", type=int, default=1234, help="of weights, random states and --shuffle")
+    group.add_argument(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=10.0,
+        help="an exchange that a rank never enters fails after so long",
+    )
+    group = parser.add_argument_group("checkpoints and logs")
+    group.add_argument(
+        "--save", default="", metavar="DIR", help="write checkpoints; also one after the last step"
+    )
+    group.add_argument(
+        "--save-interval", type=int, default=0, help="iterations from one checkpoint to the next"
+    )
+    group.add_argument("--load", default="", metavar="DIR", help="resume the newest checkpoint")
+    group.add_argument(
+        "--finetune",
+        action="store_true",
+        help="load the weights only: iteration, optimizer and random states start anew",
+    )
+    group.add_argument("--tensorboard-dir", default="", metavar="DIR")
+    group.add_argument("--log-interval", type=int, default=1, help="iterations from one line to the next")
+    return parser
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was checked: everything that a user can get wrong, but the plans of its steps, is behind it.
+
+    Attributes:
+        args: the flags.
+        config: the mode; None is stock Megatron.
+        loss: the policy loss, for ``--objective grpo``.
+        groups: all groups.
+        world: ranks of the pool.
+        made: what checkpoints are compared by.
+        data: identifies the groups and their order.
+        checkpoint: what is loaded, or None.
+    """
+
+    args: object
+    config: AugTreeConfig | None
+    loss: LossConfig
+    groups: tuple[Group, ...]
+    world: int
+    made: Made
+    data: str
+    checkpoint: Checkpoint | None
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run starts: after the checkpoint's step; with other data, at their first group."""
+        if self.checkpoint is None or self.args.finetune:
+            return Progress(0, 0, self.data)
+        saved = self.checkpoint.progress
+        return Progress(saved.iteration, saved.consumed_groups if saved.data == self.data else 0, self.data)
+
+    def describe(self) -> str:
+        """What runs, in a few lines."""
+        args, begun = self.args, self.progress
+        what = f"--context-parallel-mode {self.config.mode}" if self.config is not None else STOCK
+        lines = [
+            f"{what}; {self.world} ranks, {args.dtype}, {args.optimizer}, {args.objective}; "
+            f"{len(self.groups)} groups, {args.global_batch_size} a step"
+        ]
+        if self.checkpoint is not None:
+            lines.append(
+                f"{self.checkpoint.folder}: "
+                + ("weights only" if args.finetune else f"resuming after iteration {begun.iteration}")
+            )
+            if not args.finetune and self.checkpoint.progress.data != self.data:
+                lines.append(
+                    "the data or their order are not those of the checkpoint: starting at the first group"
+                )
+        elif args.load:
+            lines.append(f"{args.load}: no checkpoint yet, starting from iteration 0")
+        if begun.iteration >= args.train_iters:
+            lines.append(f"nothing to do: --train-iters {args.train_iters} are done")
+        return "\n".join(lines)
+
+
+def prepare(args, world: int | None = None) -> Job:
+    """Reads and checks everything that can be without an exchange between ranks.
+
+    Args:
+        args: of `parser`.
+        world: ranks of the pool; None is torchrun's.
+
+    Raises:
+        AugTreeError: the first thing that is wrong.
+    """
+    check_supported(args)
+    config, loss = augtree_config(args), loss_config(args)
+    check_flags(args, config)
+    groups = tuple(load_groups(args))
+    check_groups(groups, args.objective, loss)
+    world = world or int(os.environ.get("WORLD_SIZE", 1))
+    made = made_for(args, world)
+    data = fingerprint(groups) + (f"/shuffled {args.seed}" if args.shuffle else "")
+    checkpoint = latest(args.load) if args.load else None
+    if checkpoint is not None:
+        checkpoint.require(made, weights_only=args.finetune)
+    elif args.load and (args.load != args.save or args.finetune):
+        raise InputError(
+            "there is no checkpoint to load",
+            values=f"--load {args.load}",
+            rule="a checkpoint was saved there; it may only be missing where --save is the same folder, "
+            "at the first start of a job that resumes itself",
+            remedy="correct the path",
+        )
+    return Job(args, config, loss, groups, world, made, data, checkpoint)
+
+
+def check_flags(args, config: AugTreeConfig | None) -> None:
+    """Refuses values out of range, and flags that would do nothing.
+
+    Raises:
+        AugTreeError: the first one.
+    """
+    low = {
+        "--train-iters": 1,
+        "--global-batch-size": 1,
+        "--log-interval": 1,
+        "--save-interval": 0,
+        "--num-workers": 0,
+        "--context-parallel-size": 0,
+    }
+    for flag, least in low.items():
+        value = getattr(args, flag.lstrip("-").replace("-", "_"))
+        if value < least:
+            raise AugTreeError(
+                "a flag is out of range",
+                values=f"{flag} {value}",
+                rule=f"at least {least}",
+                remedy="correct the flag",
+            )
+    if config is None and args.context_parallel_size > 1:
+        raise UnsupportedError(
+            "stock Megatron has no context parallelism here",
+            values=f"--context-parallel-size {args.context_parallel_size} without --context-parallel-mode",
+            rule="megatron-core's local attention keeps a sequence on one rank",
+            remedy="choose a mode, for instance --context-parallel-mode ring, or leave the size out",
+        )
+    if (args.save_interval and not args.save) or (args.finetune and not args.load):
+        raise AugTreeError(
+            "a flag without the one that it belongs to",
+            values="--save-interval without --save"
+            if args.save_interval and not args.save
+            else "--finetune without --load",
+            rule="alone it does nothing",
+            remedy="give both",
+        )
+
+
+def load_groups(args) -> list[Group]:
+    """The groups that the flags name.
+
+    Raises:
+        InputError: a file, range or limit that cannot be used, or ids beyond the vocabulary.
+    """
+    tokenizer = TOKENIZERS[args.tokenizer_type]()
+    first, end = parse_range(args.groups)
+    groups = [group for path in args.data_path for group in read_groups(path, tokenizer=tokenizer)]
+    if max(first + 1, end or 0) > len(groups):
+        raise InputError(
+            "the files have too few groups",
+            values=f"--groups {args.groups}, {len(groups)} groups",
+            rule="the range lies within the files",
+            remedy="correct the range",
+        )
+    groups = truncate(groups[first:end], args.max_prompt_tokens, args.max_response_tokens)
+    if args.fold_token_ids:
+        return fold(groups, args.vocab_size)
+    for group in groups:
+        largest = max(group.prompt + tuple(t for r in group.responses for t in r.tokens))
+        if largest >= args.vocab_size:
+            raise InputError(
+                "a token is not of the vocabulary",
+                values=f"group {group.name}: id {largest}, --vocab-size {args.vocab_size}",
+                rule="ids are 0..vocab_size-1 (257 for ByteTokenizer)",
+                remedy="raise --vocab-size, or try --fold-token-ids",
+            )
+    return groups
+
+
+class Trainer:
+    """Model, optimizer and schedule of a job, and the step.
+
+    Args:
+        job: what to run.
+        transport: the pool; None is Megatron's data-parallel group with context parallelism.
+    """
+
+    def __init__(self, job: Job, transport: Transport | None = None) -> None:
+        self.job, args = job, job.args
+        random.seed(args.seed)
+        np.random.seed(args.seed % 2**32)
+        torch.manual_seed(args.seed)
+        chunk = {} if job.config is None else {"logit_chunk_mib": job.config.logit_chunk_mib}
+        model = build_model(args, augtree=job.config is not None, seed=args.seed, **chunk)
+        if job.checkpoint is not None:
+            job.checkpoint.load_model(model)
+        self.ddp: DistributedDataParallel = wrap_model(
+            model, distributed_optimizer=args.use_distributed_optimizer
+        )
+        self.optimizer = make_optimizer(args, self.ddp)
+        values = {"temperature": job.loss.temperature, "entropy": job.loss.entropy_coef > 0}
+        if job.config is None:
+            self.schedule = StockSchedule(transport, **values)
+        else:
+            self.schedule = AugTreeSchedule(job.config, transport=transport, **values)
+        if job.checkpoint is not None and not args.finetune:
+            job.checkpoint.load_training(self.optimizer)
+        self.progress = job.progress
+        self.longest = max((len(r.tokens) for g in job.groups for r in g.responses), default=0)
+
+    def batches(self) -> Iterator[StepBatch]:
+        """The steps that are left, planned ahead."""
+        job, args = self.job, self.job.args
+        sampler = GroupSampler(
+            len(job.groups),
+            args.global_batch_size,
+            consumed=self.progress.consumed_groups,
+            steps=args.train_iters - self.progress.iteration,
+            shuffle=args.shuffle,
+            seed=args.seed,
+        )
+        # The stock run plays no plan. Replicas of one rank are what it is, and what ranks compare.
+        config = job.config or AugTreeConfig(mode="ring", degree=1)
+        shape = model_shape(build_config(args), args.vocab_size)
+        return iter(step_loader(job.groups, sampler, shape, job.world, config, workers=args.num_workers))
+
+    def step(self, batch: StepBatch) -> StepRecord:
+        """One update."""
+        job, args = self.job, self.job.args
+        started = time.perf_counter()
+        sequences = sum(len(group.responses) for group in batch.groups)
+        constant = args.loss_constant or float(max(sequences * self.longest, 1))
+        objective = Objective(batch, args.objective, job.loss, constant)
+        if getattr(self.schedule, "trace", None) is not None:
+            self.schedule.trace.events.clear()
+        # Both: Megatron's optimizer leaves param.grad an alias of DDP's buffer.
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        (metrics,) = self.schedule(
+            forward_step_func=functools.partial(forward_step, loss_fn=objective),
+            data_iterator=iter([batch]),
+            model=self.ddp,
+        )
+        _, norm, _ = self.optimizer.step()
+        old = self.progress
+        self.progress = Progress(old.iteration + 1, old.consumed_groups + len(batch.groups), old.data)
+        plan, stock = batch.plan, job.config is None
+        return StepRecord(
+            iteration=self.progress.iteration,
+            loss=metrics["loss"],
+            grad_norm=float(norm),
+            groups=len(batch.groups),
+            rows=sum(map(plan.rows_of_rank, range(plan.world))),
+            unshared_rows=batch.unshared_rows,
+            note="dense" if stock else plan.note,
+            plan_seconds=0.0 if stock else batch.plan_seconds,
+            predicted_seconds=plan.seconds,
+            measured_seconds=time.perf_counter() - started,
+            metrics=metrics,
+        )
+
+    def save(self) -> str:
+        """Writes a checkpoint; every rank calls it."""
+        return save(self.job.args.save, self.job.made, self.progress, self.ddp.module, self.optimizer)
+
+    def write_trace(self) -> None:
+        """Writes the last step as a Chrome trace, one file a rank, where the flags ask for it."""
+        if self.job.config is not None and self.job.config.trace_dir:
+            os.makedirs(self.job.config.trace_dir, exist_ok=True)
+            self.schedule.trace.write(os.path.join(self.job.config.trace_dir, f"rank-{env_rank():05d}.json"))
+
+
+def train(job: Job, transport: Transport | None = None) -> tuple[list[StepRecord], Trainer]:
+    """Runs a job to its last iteration; the process group exists.
+
+    Args:
+        job: of `prepare`.
+        transport: see `Trainer`.
+
+    Returns:
+        A record a step, and the trainer as it stands at the end.
+    """
+    args, records = job.args, []
+    report = Report(
+        job.progress.iteration,
+        args.train_iters,
+        interval=args.log_interval,
+        speaks=dist.get_rank() == 0,
+        tensorboard_dir=args.tensorboard_dir,
+    )
+    report.say(job.describe())
+    trainer = Trainer(job, transport)
+    batches = trainer.batches()
+    batch = agree(lambda: next(batches, None))
+    while batch is not None:
+        records.append(trainer.step(batch))
+        report.step(records[-1])
+        done = trainer.progress.iteration
+        if args.save and (
+            done == args.train_iters or (args.save_interval and done % args.save_interval == 0)
+        ):
+            report.say(f"saved {trainer.save()}")
+        batch = next(batches, None)
+    if records:
+        trainer.write_trace()
+    report.close()
+    return records, trainer
+
+
+def main() -> None:
+    """Parses, checks on every rank, and trains."""
+    args = agree(lambda: parser().parse_args())
+    job = agree(lambda: prepare(args))
+    start(args)
+    train(job)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,99 @@
+"""Real processes: one torchrun a world size runs all its cases; here each is looked at by name."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Seconds for all cases of a world; several times what two cores need.
+LIMIT = 600
+BAR = 1e-10
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory):
+    """world -> (folder of results, output of the launch), launched when first asked for and then kept."""
+    known = {}
+
+    def results(world: int) -> tuple[Path, str]:
+        if world not in known:
+            folder = tmp_path_factory.mktemp(f"world{world}")
+            known[world] = folder, launch(world, folder)
+        return known[world]
+
+    return results
+
+
+def launch(world: int, folder: Path) -> str:
+    """Run the worker; returns the tail of its output. Nothing outlives the time limit."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+               str(ROOT / "tests" / "distributed" / "worker.py"), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    start = time.monotonic()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, start_new_session=True, cwd=ROOT) as process:
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            output += f"\nstopped after {LIMIT} seconds"
+    return f"exit code {process.returncode} after {time.monotonic() - start:.0f} s\n{output[-4000:]}"
+
+
+PAIRS = [pytest.param(world, index, id=f"{world} ranks: {case['name']}")
+         for world, cases in CASES.items() for index, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("world, index", PAIRS)
+def test_case(launched, world, index):
+    folder, output = launched(world)
+    found = [folder / f"{index}.{rank}.json" for rank in range(world)]
+    silent = [rank for rank, path in enumerate(found) if not path.exists()]
+    assert not silent, f"ranks {silent} gave nothing; {first_failure(folder, world)}\n{output}"
+    results = [json.loads(path.read_text()) for path in found]
+    errors = {rank: result["error"] for rank, result in enumerate(results) if "error" in result}
+    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
+    for rank, result in enumerate(results):
+        assert all(value < BAR for value in result.get("errors", {}).values()), (rank, result)
+    # Reduced gradients, parameters and messages are the same on every rank, to the bit.
+    assert len({result.get("bits", result.get("message")) for result in results}) == 1, results
+
+
+def first_failure(folder: Path, world: int) -> str:
+    """Names the case at which the launch stopped."""
+    for index, case in enumerate(CASES[world]):
+        paths = [folder / f"{index}.{rank}.json" for rank in range(world)]
+        results = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+        bad = {rank: "nothing" if r is None else r["error"] for rank, r in enumerate(results)
+               if r is None or "error" in r}
+        if bad:
+            return f"stopped at {case['name']!r}, " + "; ".join(f"rank {r}: {bad[r]}" for r in bad)
+    return "no case failed"
+
+
+def test_launches_are_few():
+    """One a world size; ranks that hold no row and ranks that send nothing are among the cases."""
+    assert set(CASES) == {2, 3, 4, 8}
+    assert all(len({case["name"] for case in cases}) == len(cases) for cases in CASES.values())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_some_cases_have_idle_ranks_and_most_have_traffic(launched, world):
+    folder, output = launched(world)
+    rows, sent = [], []
+    for index, case in enumerate(CASES[world]):
+        if case["do"] == "parity":
+            results = [json.loads((folder / f"{index}.{rank}.json").read_text()) for rank in range(world)]
+            rows.append(min(result["rows"] for result in results))
+            sent.append(sum(result["bytes"] for result in results))
+    assert 0 in rows and max(rows) > 0
+    assert 0 in sent and sum(size > 0 for size in sent) > len(sent) // 2

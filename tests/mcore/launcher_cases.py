@@ -1,0 +1,149 @@
+"""Groups, flags and runs that the launcher's tests share; also what its real ranks run (see ``main``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from megatron_augtree.data.groups import Group, Response, write_groups
+from megatron_augtree.mcore import launch
+from megatron_augtree.runtime.transport import Transport
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 64 --vocab-size 64 --untie-embeddings-and-output-weights --augtree-min-shared-rows 4 "
+)
+#: Flags of AugTree are refused without a mode.
+STOCK_MODEL = MODEL.replace("--augtree-min-shared-rows 4 ", "")
+
+
+def load_example() -> ModuleType:
+    """The launcher as a module; data workers and pickling find it by name."""
+    name = "augtree_pretrain_gpt"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, SCRIPT)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+example = load_example()
+
+
+def make_groups(count: int = 5) -> list[Group]:
+    """Groups of four responses with everything that a policy loss may need."""
+    rng = random.Random(3)
+    groups = []
+    for number in range(count):
+        prompt = tuple(rng.randrange(64) for _ in range(rng.randrange(9, 17)))
+        responses = []
+        for index, length in enumerate((1, 5, 3, 0 if number == 2 else 4)):
+            logprobs = tuple(-4.2 + 0.6 * rng.random() for _ in range(length))
+            tokens = tuple(rng.randrange(64) for _ in range(length))
+            responses.append(
+                Response(
+                    tokens,
+                    (True,) * length,
+                    reward=float(index % 2),
+                    old_logprobs=logprobs,
+                    ref_logprobs=tuple(x - 0.1 for x in logprobs),
+                )
+            )
+        groups.append(Group(f"g{number}", prompt, tuple(responses)))
+    return groups
+
+
+def write_data(folder: Path) -> Path:
+    """A group file, gzip."""
+    path = folder / "groups.jsonl.gz"
+    write_groups(path, make_groups())
+    return path
+
+
+def job(data: Path | str, flags: str, world: int = 1):
+    """A prepared job; ``--context-parallel-mode`` among the flags or stock Megatron."""
+    shape = MODEL if "--context-parallel-mode" in flags else STOCK_MODEL
+    words = f"{shape} --num-workers 0 --data-path {data} {flags}".split()
+    return example.prepare(example.parser().parse_args(words), world)
+
+
+def train(data: Path | str, flags: str, transport: Transport | None = None, world: int | None = None):
+    """Records and trainer of a run."""
+    ready = job(data, flags, transport.world if transport is not None else (world or dist.get_world_size()))
+    return example.train(ready, transport)
+
+
+def state_of(trainer) -> dict[str, torch.Tensor]:
+    """Parameters and the optimizer's tensors (this rank's shard), by name."""
+    found = {f"model/{name}": p.detach().clone() for name, p in trainer.ddp.module.named_parameters()}
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        inner = getattr(part, "optimizer", None) or part.inner
+        for group in inner.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                found[f"main/{number}"] = parameter.detach().clone()
+        for number, values in inner.state_dict()["state"].items():
+            found |= {
+                f"state/{number}/{name}": value.clone()
+                for name, value in values.items()
+                if isinstance(value, torch.Tensor)
+            }
+    return found
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose bits differ, or that only one has."""
+    return [
+        name
+        for name in sorted(a.keys() | b.keys())
+        if name not in a
+        or name not in b
+        or a[name].dtype != b[name].dtype
+        or not torch.equal(a[name], b[name])
+    ]
+
+
+def numbers(records) -> list[dict]:
+    """What a run reports but times, of every step."""
+    return [{"loss": r.loss, "grad_norm": r.grad_norm, "metrics": r.metrics} for r in records]
+
+
+def main() -> None:
+    """What each of the real ranks runs: argv is the data, a scratch folder, and the result's path."""
+    data, folder, result = sys.argv[1:4]
+    first = example.parser().parse_args(f"{STOCK_MODEL} --data-path {data} --train-iters 1".split())
+    launch.start(first)
+    found: dict[str, object] = {}
+    grpo = "--train-iters 2 --global-batch-size 2 --objective grpo --optimizer sgd --lr 0.1 --dtype float64 "
+    for mode in ("", "--context-parallel-mode ring", "--context-parallel-mode augtree"):
+        records, trainer = train(data, f"{grpo} {mode} --save {folder}/real{mode[-4:].strip()}")
+        found[mode[24:] or "stock"] = numbers(records)
+        found["parameters " + (mode[24:] or "stock")] = {
+            name: float(value.norm()) for name, value in state_of(trainer).items()
+        }
+    # Each rank saves, and gets back, its own shard.
+    adam = (
+        "--context-parallel-mode augtree --global-batch-size 1 --use-distributed-optimizer --num-workers 1 "
+    )
+    _, whole = train(data, f"{adam} --train-iters 3")
+    _, half = train(data, f"{adam} --train-iters 1 --save {folder}/shards")
+    _, rest = train(data, f"{adam} --train-iters 3 --load {folder}/shards")
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        everyone, [differing(state_of(whole), state_of(rest)), len(differing(state_of(half), state_of(rest)))]
+    )
+    found["shards"] = everyone
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,547 @@
+"""The launcher: every mode trains alike, a run resumes to the bit, and what cannot run says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_augtree.config import MODES, AugTreeError, InputError
+from megatron_augtree.data.groups import write_groups
+from megatron_augtree.mcore import build, checkpoint, launch
+from megatron_augtree.mcore.report import Report, StepRecord
+from megatron_augtree.mcore.sampler import GroupSampler
+from megatron_augtree.runtime.transport import LocalTransport
+
+
+def _cases():
+    """The module of shared cases, imported by path: real ranks run the same file."""
+    path = Path(__file__).with_name("launcher_cases.py")
+    spec = importlib.util.spec_from_file_location("launcher_cases", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["launcher_cases"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _cases()
+GRPO = "--global-batch-size 2 --objective grpo --optimizer sgd --lr 0.1 --dtype float64"
+AUGTREE = "--context-parallel-mode augtree"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    args = cases.example.parser().parse_args(f"{cases.STOCK_MODEL} --data-path none --train-iters 1".split())
+    launch.start(args)
+    yield
+    build.destroy()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return cases.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def stock(data):
+    """Three steps of stock Megatron."""
+    return cases.train(data, f"{GRPO} --train-iters 3 --entropy-coef 0.01 --temperature 0.7")
+
+
+def close(a, b, bound: float = 1e-10) -> bool:
+    return abs(a - b) <= bound * max(1.0, abs(b))
+
+
+# --- modes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_as_stock_megatron_does(data, stock, mode):
+    flags = f"{GRPO} --train-iters 3 --entropy-coef 0.01 --temperature 0.7 --context-parallel-mode {mode}"
+    records, trainer = cases.train(data, flags, LocalTransport(2))
+    for mine, theirs in zip(records, stock[0], strict=True):
+        assert close(mine.loss, theirs.loss) and close(mine.grad_norm, theirs.grad_norm)
+        assert mine.grad_norm > 0.1
+        assert mine.metrics.keys() == theirs.metrics.keys()
+        assert all(close(value, theirs.metrics[name]) for name, value in mine.metrics.items())
+    reference = dict(stock[1].ddp.module.named_parameters())
+    for name, parameter in trainer.ddp.module.named_parameters():
+        assert (parameter - reference[name]).abs().max() < 1e-10, name
+    assert any(r.metrics["clip_fraction_low"] + r.metrics["clip_fraction_high"] > 0 for r in records)
+
+
+def test_megatrons_adam_sees_every_gradient_once(data):
+    """param.grad is left an alias of DDP's buffer: without zero_grad the second step doubles a gradient."""
+    flags = "--train-iters 3 --global-batch-size 2 --lr 0.01"
+    (stock, _), (augtree, _) = cases.train(data, flags), cases.train(data, f"{flags} {AUGTREE}")
+    for mine, theirs in zip(augtree, stock, strict=True):
+        assert close(mine.loss, theirs.loss, 1e-4) and close(mine.grad_norm, theirs.grad_norm, 1e-3)
+
+
+def test_rows_are_shared_under_augtree_only(data, stock):
+    records, _ = cases.train(data, f"{GRPO} --train-iters 1 {AUGTREE}", LocalTransport(2))
+    assert records[0].rows < 0.5 * records[0].unshared_rows
+    assert stock[0][0].rows == stock[0][0].unshared_rows == records[0].unshared_rows
+    assert records[0].predicted_seconds > 0 and records[0].plan_seconds > 0
+
+
+def test_the_first_line_says_what_runs(data, capsys):
+    cases.train(data, "--train-iters 1")
+    assert capsys.readouterr().out.startswith("no --context-parallel-mode: stock Megatron, dense attention")
+    cases.train(data, "--train-iters 1 --context-parallel-mode gather-reuse")
+    assert capsys.readouterr().out.startswith("--context-parallel-mode gather-reuse; 1 ranks")
+
+
+def test_workers_plan_ahead(data, capfd):
+    plain, _ = cases.train(data, f"{GRPO} --train-iters 2 {AUGTREE}")
+    worker, _ = cases.train(data, f"{GRPO} --train-iters 2 {AUGTREE} --num-workers 1")
+    assert cases.numbers(worker) == cases.numbers(plain)
+    with pytest.raises(SystemExit) as ended:
+        cases.train(data, f"{GRPO} --train-iters 2 {AUGTREE} --augtree-force degree=64 --num-workers 1")
+    assert ended.value.code == 2
+    message = capfd.readouterr().err
+    assert "degree" in message and "rule:" in message and "remedy:" in message and "Traceback" not in message
+
+
+def test_the_constant_divisor_follows_the_flag(data):
+    flags = f"{GRPO} --train-iters 1 --loss-preset dr_grpo {AUGTREE}"
+    # Two groups of four responses, the longest of 5 tokens.
+    (default, _), (given, _) = cases.train(data, flags), cases.train(data, f"{flags} --loss-constant 80")
+    assert close(default[0].loss, 2 * given[0].loss) and given[0].loss != 0
+
+
+# --- resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawing(monkeypatch):
+    """Every step draws from every random state; returns what was drawn."""
+    drawn = []
+    step = cases.example.Trainer.step
+
+    def draw(self, batch):
+        record = step(self, batch)
+        with get_cuda_rng_tracker().fork():
+            tracked = float(torch.rand(()))
+        drawn.append((float(torch.rand(())), tracked, random.random(), float(np.random.rand())))
+        return record
+
+    monkeypatch.setattr(cases.example.Trainer, "step", draw)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{AUGTREE} --shuffle",
+        f"{AUGTREE} --dtype float64 --optimizer sgd --sgd-momentum 0.9",
+        f"{AUGTREE} --dtype float64 --shuffle --num-workers 1",
+        f"{AUGTREE} --dtype bfloat16",
+        f"{AUGTREE} --use-distributed-optimizer --shuffle",
+        f"{AUGTREE} --use-distributed-optimizer --dtype bfloat16",
+        "--shuffle",
+        "--context-parallel-mode ring-reuse-per-response --objective grpo --weight-decay 0.1 --clip-grad 0.5",
+    ],
+)
+def test_two_and_two_steps_are_four(data, tmp_path, drawing, flags):
+    flags = f"{flags} --global-batch-size 2 --lr 0.01"
+
+    def run(more: str):
+        launch.build.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        records, trainer = cases.train(data, f"{flags} {more}")
+        taken, drawing[:] = list(drawing), []
+        return records, cases.state_of(trainer), taken
+
+    whole, whole_state, whole_drawn = run("--train-iters 4")
+    first, first_state, first_drawn = run(f"--train-iters 2 --save {tmp_path}")
+    rest, rest_state, rest_drawn = run(f"--train-iters 4 --load {tmp_path}")
+    assert not cases.differing(whole_state, rest_state)
+    assert len(cases.differing(first_state, rest_state)) > 10
+    assert cases.numbers(first) + cases.numbers(rest) == cases.numbers(whole)
+    assert [r.iteration for r in rest] == [3, 4]
+    assert first_drawn + rest_drawn == whole_drawn and len(set(whole_drawn)) == 4
+
+
+@pytest.mark.parametrize("there, here", [(2, 3), (3, 1)])
+def test_resumes_on_other_ranks_and_in_another_mode(data, tmp_path, there, here):
+    flags = f"{GRPO} --optimizer adam"
+    whole, _ = cases.train(data, f"{flags} --train-iters 4 {AUGTREE}", LocalTransport(there))
+    cases.train(data, f"{flags} --train-iters 2 --save {tmp_path} {AUGTREE}", LocalTransport(there))
+    rest, _ = cases.train(
+        data, f"{flags} --train-iters 4 --load {tmp_path} --context-parallel-mode ring", LocalTransport(here)
+    )
+    # Adam amplifies the rounding of near-zero gradients.
+    assert all(close(a.loss, b.loss, 1e-6) for a, b in zip(rest, whole[2:], strict=True))
+
+
+def test_a_learning_rate_given_on_resuming_counts(data, tmp_path):
+    flags = f"--global-batch-size 2 {AUGTREE}"
+    cases.train(data, f"{flags} --train-iters 1 --lr 0.01 --save {tmp_path}")
+    _, trainer = cases.train(data, f"{flags} --train-iters 1 --lr 0.003 --load {tmp_path}")
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.003}
+
+
+def test_finetune_takes_the_weights_only(data, tmp_path):
+    _, saved = cases.train(data, f"{GRPO} --train-iters 2 --save {tmp_path} {AUGTREE}")
+    # Another optimizer is no obstacle then.
+    flags = f"{AUGTREE} --dtype float64 --optimizer adam --train-iters 1 --load {tmp_path} --finetune"
+    trainer = cases.example.Trainer(cases.job(data, flags))
+    assert trainer.progress.iteration == trainer.progress.consumed_groups == 0
+    for name, parameter in trainer.ddp.module.named_parameters():
+        assert torch.equal(parameter, dict(saved.ddp.module.named_parameters())[name]), name
+
+
+def test_other_data_start_at_their_first_group(data, tmp_path, capsys):
+    cases.train(data, f"{GRPO} --train-iters 1 --save {tmp_path} {AUGTREE}")
+    begun = cases.job(data, f"{GRPO} --train-iters 2 --load {tmp_path} {AUGTREE}").progress
+    assert (begun.iteration, begun.consumed_groups) == (1, 2)
+    cases.train(data, f"{GRPO} --train-iters 2 --load {tmp_path} {AUGTREE} --shuffle")
+    assert "starting at the first group" in capsys.readouterr().out
+    begun = cases.job(data, f"{GRPO} --train-iters 2 --load {tmp_path} {AUGTREE} --shuffle").progress
+    assert (begun.iteration, begun.consumed_groups) == (1, 0)
+
+
+def test_a_job_that_resumes_itself(data, tmp_path, capsys):
+    flags = f"{GRPO} {AUGTREE} --save {tmp_path} --load {tmp_path} --save-interval 2"
+    cases.train(data, f"{flags} --train-iters 3")
+    assert "no checkpoint yet" in capsys.readouterr().out
+    assert {"iter_0000002", "iter_0000003"} <= set(os.listdir(tmp_path))
+    records, _ = cases.train(data, f"{flags} --train-iters 3")
+    assert records == [] and "nothing to do" in capsys.readouterr().out
+
+
+# --- broken and foreign checkpoints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "owner, name, calls",
+    [
+        (checkpoint.os, "makedirs", 0),
+        (checkpoint, "_torch_save", 0),
+        (checkpoint, "save_file", 0),
+        (checkpoint, "_write_text", 0),
+        (checkpoint, "_sync", 0),
+        (checkpoint.os, "rename", 0),
+        (checkpoint.os, "rename", 1),
+        (checkpoint, "_write_text", 1),
+        (checkpoint.os, "replace", 0),
+    ],
+)
+def test_a_killed_save_leaves_the_older_checkpoint(data, tmp_path, monkeypatch, owner, name, calls):
+    _, trainer = cases.train(data, f"{GRPO} --train-iters 2 --save {tmp_path} --save-interval 1 {AUGTREE}")
+    trainer.progress = replace(trainer.progress, iteration=1)
+    trainer.save()  # the newest is iteration 1 again; a folder for iteration 2 exists
+    older = cases.state_of(trainer)
+    with torch.no_grad():
+        next(trainer.ddp.parameters()).add_(1.0)
+    trainer.progress = replace(trainer.progress, iteration=2)
+    original, left = getattr(owner, name), calls
+
+    def killed(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save()
+    newest = checkpoint.latest(str(tmp_path))
+    assert newest.progress.iteration == 1
+    resumed = cases.example.Trainer(cases.job(data, f"{GRPO} --train-iters 2 --load {tmp_path} {AUGTREE}"))
+    assert not cases.differing(cases.state_of(resumed), older)
+    trainer.save()  # what was left behind is no obstacle
+    assert checkpoint.latest(str(tmp_path)).progress.iteration == 2
+    assert not [entry for entry in os.listdir(tmp_path) if "partial" in entry]
+
+
+@pytest.fixture(scope="module")
+def saved(data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    cases.train(data, f"{GRPO} --train-iters 1 --save {folder} {AUGTREE}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--num-layers 3", "--num-layers 2 there, 3 here"),
+        ("--hidden-size 64 --kv-channels 16", "--kv-channels 8 there, 16 here"),
+        ("--dtype float32", "--dtype float64 there, float32 here"),
+        ("--norm-epsilon 1e-6", "--norm-epsilon"),
+        ("--optimizer adam", "--optimizer sgd there, adam here"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused(data, saved, flags, told):
+    with pytest.raises(InputError) as refused:
+        cases.job(data, f"{GRPO} --train-iters 2 --load {saved} {AUGTREE} {flags}")
+    assert told in refused.value.values and refused.value.rule and refused.value.remedy
+
+
+def test_a_shard_belongs_to_a_rank(data, tmp_path):
+    flags = f"{AUGTREE} --use-distributed-optimizer"
+    cases.train(data, f"{flags} --train-iters 1 --save {tmp_path}")
+    with pytest.raises(InputError, match="another number of ranks") as refused:
+        cases.job(data, f"{flags} --train-iters 2 --load {tmp_path}", world=2)
+    assert "1 ranks there, 2 here" in refused.value.values
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "random.pt", "checkpoint.json", ""])
+def test_a_damaged_checkpoint_is_refused(data, tmp_path, name):
+    cases.train(data, f"{GRPO} --train-iters 1 --save {tmp_path} {AUGTREE}")
+    victim = tmp_path / ("iter_0000001/" + name if name else checkpoint.TRACKER)
+    victim.write_bytes(victim.read_bytes()[:-9])
+    with pytest.raises(InputError, match="cannot be read") as refused:
+        cases.job(data, f"{GRPO} --train-iters 2 --load {tmp_path} {AUGTREE}")
+    assert refused.value.rule and refused.value.remedy
+
+
+def test_a_folder_that_cannot_be_written(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    _, trainer = cases.train(data, f"{GRPO} --train-iters 1 {AUGTREE}")
+    trainer.job.args.save = str(tmp_path / "file" / "folder")
+    with pytest.raises(InputError, match="cannot be written"):
+        trainer.save()
+
+
+# --- flags and data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--context-parallel-mode augtre", "augtre"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size"),
+        ("--recompute-granularity full", "--recompute-granularity"),
+        ("--attention-dropout 0.1", "--attention-dropout"),
+        ("--augtree-force waves=2", "--augtree-force"),
+        ("--context-parallel-size 2", "--context-parallel-size"),
+        ("--train-iters 0", "--train-iters 0"),
+        ("--global-batch-size 0", "--global-batch-size 0"),
+        ("--save-interval 2", "--save-interval"),
+        ("--finetune", "--finetune"),
+        ("--load nowhere", "--load nowhere"),
+        ("--clip-low 0.1", "--clip-low 0.1"),
+        ("--objective grpo --clip-low -1", "clip_low"),
+        ("--objective grpo --loss-preset unknown", "--loss-preset"),
+        ("--groups 3:9", "--groups 3:9"),
+        ("--vocab-size 32", "--vocab-size 32"),
+        ("--data-path nowhere.jsonl", "nowhere.jsonl"),
+        ("--unknown", "--unknown"),
+    ],
+)
+def test_what_cannot_run_says_why(data, flags, told):
+    with pytest.raises(AugTreeError) as refused:
+        cases.job(data, f"--train-iters 1 {flags}")
+    assert told in str(refused.value) and "remedy: " in str(refused.value)
+
+
+def test_a_loss_is_checked_against_the_groups(tmp_path):
+    groups = cases.make_groups()
+    bare = replace(groups[1], responses=tuple(replace(r, ref_logprobs=None) for r in groups[1].responses))
+    unrewarded = replace(groups[1], responses=tuple(replace(r, reward=None) for r in groups[1].responses))
+    path = tmp_path / "groups.jsonl"
+    for changed, flags, told in ((bare, "", "ref_logprobs"), (unrewarded, "--kl-coef 0", "group g1")):
+        write_groups(path, [groups[0], changed])
+        with pytest.raises(InputError) as refused:
+            cases.job(path, f"--train-iters 1 --objective grpo {flags}")
+        assert told in refused.value.values
+        cases.job(path, "--train-iters 1")  # plain likelihood needs neither
+
+
+def test_text_needs_its_tokenizer(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text(
+        '\n{"prompt": "2+2=", "responses": [{"text": "4", "reward": 1}, {"text": "5", "reward": 0}]}\n'
+    )
+    flags = f"--train-iters 2 --vocab-size 257 {AUGTREE}"
+    records, _ = cases.train(path, f"{flags} --tokenizer-type ByteTokenizer")
+    assert records[0].unshared_rows == 2 * 5 and np.isfinite(records[1].loss)
+    with pytest.raises(InputError, match="token ids are expected") as refused:
+        cases.job(path, flags)
+    assert f"{path}:2: prompt" in refused.value.values
+
+
+def test_several_files_ranges_and_folding(data):
+    ready = cases.job(
+        data,
+        f"--data-path {data} {data} --groups 4:7 --vocab-size 16 --fold-token-ids "
+        "--max-prompt-tokens 3 --train-iters 1",
+    )
+    assert [group.name for group in ready.groups] == ["g4", "g0", "g1"]
+    assert all(len(group.prompt) == 3 and max(group.prompt) < 16 for group in ready.groups)
+
+
+def test_shuffling_is_a_permutation_that_resumes():
+    def sampler(**kwargs):
+        return GroupSampler(7, 3, **{"shuffle": True, "seed": 1, **kwargs})
+
+    taken = [group for step in sampler(steps=14) for group in step]
+    epochs = [tuple(taken[i * 7 : i * 7 + 7]) for i in range(6)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(epochs)) == 6
+    assert [group for step in sampler(consumed=15, steps=9) for group in step] == taken[15:42]
+    assert [group for step in sampler(steps=14, seed=2) for group in step] != taken
+    assert list(sampler(shuffle=False, steps=3)) == [[0, 1, 2], [3, 4, 5], [6, 0, 1]]
+
+
+# --- what is told ----------------------------------------------------------------------------------------
+
+
+def record(iteration: int) -> StepRecord:
+    return StepRecord(
+        iteration=iteration,
+        loss=1.5,
+        grad_norm=0.25,
+        groups=2,
+        rows=30,
+        unshared_rows=120,
+        note="degree 2, fused",
+        plan_seconds=0.0021,
+        predicted_seconds=0.5,
+        measured_seconds=1.25,
+        metrics={"loss": 1.5, "kl": 0.01, "max/ratio": 1.1},
+    )
+
+
+LINE = (
+    "iteration  3/20 | loss 1.500000E+00 | grad norm 0.2500 | kl 0.0100 | groups 2 | rows 30 of 120 "
+    "(75.0% saved) | degree 2, fused | plan 2.1 ms | predicted 500.0 ms | measured 1.25 s"
+)
+
+
+def test_one_tidy_line_a_step(capsys):
+    report = Report(0, 20, interval=3)
+    for iteration in (1, 2, 3):
+        report.step(record(iteration))
+    Report(0, 20, speaks=False).step(record(3))
+    assert capsys.readouterr() == (LINE + "\n", "")
+
+
+def test_the_progress_bar_keeps_off_the_lines(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    report = Report(0, 20)
+    report.step(record(3))
+    report.step(record(20))
+    report.close()
+    assert capsys.readouterr().out.splitlines() == [LINE, LINE.replace(" 3/20", "20/20")]
+    assert "1/20" in terminal.getvalue() and "loss" not in terminal.getvalue()
+
+
+def test_tensorboard_and_trace(data, tmp_path):
+    flags = (
+        f"{GRPO} --train-iters 3 {AUGTREE} --tensorboard-dir {tmp_path}/tb --augtree-trace-dir {tmp_path}/tr"
+    )
+    records, trainer = cases.train(data, flags, LocalTransport(2))
+    events = EventAccumulator(f"{tmp_path}/tb")
+    events.Reload()
+    logged = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert {
+        "loss",
+        "grad_norm",
+        "kl",
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "ratio/max",
+        "augtree/plan_seconds",
+        "augtree/predicted_seconds",
+        "augtree/measured_seconds",
+        "augtree/rows",
+        "augtree/unshared_rows",
+    } <= logged.keys()
+    assert logged["loss"] == [(r.iteration, pytest.approx(r.loss, rel=1e-6)) for r in records]
+    assert logged["augtree/rows"] == [(r.iteration, r.rows) for r in records]
+    spans = json.loads((tmp_path / "tr" / "rank-00000.json").read_text())["traceEvents"]
+    passes = [span["name"] for span in spans if span["cat"] == "pass"]
+    assert passes and len(passes) == len(
+        set(zip(passes, (span["tid"] for span in spans if span["cat"] == "pass")))
+    )
+
+
+# --- real ranks: two launches ----------------------------------------------------------------------------
+
+
+def spawn(command_of, ranks: int = 2, timeout: float = 300) -> list[tuple[int, str]]:
+    """(exit code, stderr) of processes that torchrun's variables make the ranks of one run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(cases.ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command_of(rank))],
+            stderr=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(processes, errors)]
+
+
+def test_real_ranks_train_alike_and_resume_their_shards(data, tmp_path):
+    result = tmp_path / "result.json"
+    script = Path(__file__).with_name("launcher_cases.py")
+    ended = spawn(lambda rank: [script, data, tmp_path, result])
+    assert [code for code, _ in ended] == [0, 0], ended
+    found = json.loads(result.read_text())
+    local, _ = cases.train(data, f"{GRPO} --train-iters 2 {AUGTREE}", LocalTransport(2))
+    for mode in ("stock", "ring", "augtree"):
+        for mine, theirs in zip(found[mode], local, strict=True):
+            assert close(mine["loss"], theirs.loss) and close(mine["grad_norm"], theirs.grad_norm), mode
+        for name, norm in found[f"parameters {mode}"].items():
+            assert close(norm, found["parameters stock"][name]), (mode, name)
+    assert [different for different, _ in found["shards"]] == [[], []]
+    assert all(moved > 10 for _, moved in found["shards"])
+    # A checkpoint of two real ranks goes on in one process.
+    rest, _ = cases.train(data, f"{GRPO} --train-iters 3 {AUGTREE} --load {tmp_path}/realtree")
+    whole, _ = cases.train(data, f"{GRPO} --train-iters 3 {AUGTREE}", LocalTransport(2))
+    assert len(rest) == 1 and close(rest[0].loss, whole[2].loss)
+
+
+def test_one_ranks_broken_file_ends_every_rank_with_one_message(data, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": [1, 2], "responses": [{"tokens": [3], "rewards": 1}]}\n')
+
+    def command(rank: int) -> list:
+        words = f"{cases.MODEL} --train-iters 1 {AUGTREE} --data-path {broken if rank else data}"
+        return [cases.SCRIPT, *words.split()]
+
+    ended = spawn(command)
+    assert [code for code, _ in ended] == [2, 2], ended
+    told = "".join(error for _, error in ended)
+    assert told.count("ranks [1]:") == 1 and f"{broken}:1: responses[0]" in told and "Traceback" not in told

@@ -1,0 +1,225 @@
+"""Prices: the closed forms count exactly what the compiler emits, and cost rises with what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_augtree.config import AugTreeError
+from megatron_augtree.planning.candidates import Choice, build
+from megatron_augtree.planning.cluster import PRESETS, preset
+from megatron_augtree.planning.compiler import compile_pass
+from megatron_augtree.planning.cost import PassLoads, Prices
+from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.placement import count
+from megatron_augtree.planning.plan import Pass
+from megatron_augtree.planning.planner import pairs_per_row
+from megatron_augtree.planning.schedule import Payload, Program, promise, reverse, transfer_bytes
+from megatron_augtree.planning.tree import from_lengths
+from tests.unit.forests import forest, graphs, shapes
+
+MODEL = ModelShape(
+    layers=2, hidden=32, ffn=64, vocab=64, q_heads=4, kv_heads=2, k_dim=8, v_dim=6, item_bytes=2
+)
+PRICES = Prices(MODEL, preset("h100"))
+
+
+def moved(program: Program, payload: Payload, *, src: int | None = None, dst: int | None = None) -> int:
+    return sum(
+        t.source.count
+        for stage in program.stages
+        for t in stage.transfers
+        if t.payload is payload and src in (None, t.src) and dst in (None, t.dst)
+    )
+
+
+def bytes_of(program: Program, rank: int) -> int:
+    """What a rank sends or receives, whichever is more."""
+    ends = [
+        sum(transfer_bytes(t, MODEL) for stage in program.stages for t in stage.transfers if end(t) == rank)
+        for end in (lambda t: t.src, lambda t: t.dst)
+    ]
+    return max(ends)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs())
+def test_loads_equal_the_compiled_program(graph):
+    for number, work in enumerate(graph.works):
+        placements = [graph.works[read].placement for read in work.reads]
+        for primitive, pieces in graph.primitives(work):
+            program = compile_pass(
+                graph.shape, work.placement, states=graph.states(work), primitive=primitive, pieces=pieces
+            )
+            p = Pass(
+                number, 0, "fused", tuple(range(program.world)), work.placement, work.reads, primitive, pieces
+            )
+            loads = PassLoads(graph.shape, p, placements, node_ranks=8)
+            busy = sum(bool(stage.transfers) for stage in program.stages)
+            assert busy <= loads.stages and (busy > 0) == (loads.stages > 0)
+            for rank, load in enumerate(loads.ranks):
+                assert load.rows == count(work.placement[rank]) == program.buffers[rank]["home"]
+                assert load.pairs == program.area(rank)
+                assert load.kv_in == moved(program, Payload.KV, dst=rank)
+                assert load.kv_out == moved(program, Payload.KV, src=rank)
+                assert (
+                    load.q_in
+                    == moved(program, Payload.Q, dst=rank)
+                    == moved(program, Payload.PARTIAL, src=rank)
+                )
+                assert (
+                    load.q_out
+                    == moved(program, Payload.Q, src=rank)
+                    == moved(program, Payload.PARTIAL, dst=rank)
+                )
+                assert load.messages == promise(program, rank, MODEL).messages
+                assert PRICES.traffic_bytes(load, backward=False, keep=True) == bytes_of(program, rank)
+                for keep in (True, False) if primitive != "ring" else (True,):  # the ring baseline keeps
+                    assert PRICES.traffic_bytes(load, backward=True, keep=keep) == bytes_of(
+                        reverse(program, keep=keep), rank
+                    )
+
+
+CHOICES = [
+    Choice(
+        degree=4, lane_degree=lane, wide=wide, pieces=pieces, primitive=primitive, phase=phase, waves=waves
+    )
+    for lane, wide in ((1, 0), (1, 2), (4, 0), (2, 0))
+    for primitive, pieces in (("gather_kv", 1), ("gather_kv", 2), ("move_kv", 1), ("move_q", 1))
+    for phase, waves in (("fused", 1), ("phased", 2))
+]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        from_lengths(64, [16, 9, 30, 8, 24]),
+        from_lengths(40, [33] * 12),
+        forest(from_lengths(24, [8, 8, 20]), from_lengths(16, [40, 8])),
+    ],
+    ids=("ragged", "many", "two trees"),
+)
+def test_tiles_are_estimated_within_a_factor_of_two(shape):
+    """Calls of the attention kernel, over the placements that the planner makes."""
+    for choice in CHOICES:
+        plan = build(choice, shape, 4, 5)
+        for p in plan.passes:
+            program, loads = (
+                plan.program(p.id),
+                PassLoads(shape, p, [plan.passes[r].placement for r in p.reads], 8),
+            )
+            for rank, load in enumerate(loads.ranks):
+                tiles = sum(len(stage.tiles[rank]) for stage in program.stages)
+                assert tiles <= 2 * load.tiles and load.tiles <= 2 * max(tiles, 1), (str(choice), p.id, rank)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes(), st.integers(1, 4))
+def test_scored_rows_are_those_of_the_shape_where_nodes_are_whole(shape, degree):
+    """Cut nodes are an upper estimate: a rank may hold all of a node's scored rows."""
+    plan = build(Choice(degree=degree, lane_degree=degree), shape, degree, 1)
+    (p,) = plan.passes
+    loads = PassLoads(shape, p, [], 8).ranks
+    assert sum(load.scored for load in loads) >= sum(shape.scored)
+    assert all(load.scored <= load.rows for load in loads)
+    if degree == 1:
+        assert loads[0].scored == sum(shape.scored)
+
+
+# Prices.
+
+
+def one_pass(rows: int, degree: int = 2, block: tuple[int, ...] | None = None, **changes) -> PassLoads:
+    shape = from_lengths(rows, [rows // 2] * degree)
+    (p,) = build(Choice(degree=degree), shape, degree, 100).passes
+    p = replace(p, block=block or p.block, **changes)
+    return PassLoads(shape, p, [], node_ranks=8)
+
+
+def test_time_by_hand():
+    """One rank, no traffic: linear work, element-wise traffic, pairs, tiles and fixed costs, in integers."""
+    c = preset("h100")
+    loads = one_pass(100, degree=1)
+    (load,) = loads.ranks
+    assert (load.rows, load.scored, load.kv_in, load.messages, loads.stages) == (150, 50, 0, 0, 0)
+    assert load.pairs == sum(range(1, 151))
+    linear = (150 + c.gemm_half_rows) * MODEL.linear_flops * 10**9 // c.gemm_flops
+    rows = 150 * MODEL.saved_bytes * 2
+    tiles = load.pairs * MODEL.pair_flops * 10**9 // c.attention_flops + load.tiles * c.tile_ns
+    vocab = (50 + c.gemm_half_rows) * MODEL.vocab_flops * 10**9 // c.gemm_flops
+    forward = MODEL.layers * (linear + rows * 10**9 // c.row_bytes_s + tiles + c.layer_ns) + vocab + c.pass_ns
+    assert PRICES.pass_ns(loads)[0] == forward
+    back = linear * 2 + rows * 2 * 10**9 // c.row_bytes_s + tiles * 5 // 2 + 2 * c.layer_ns
+    assert abs(PRICES.pass_ns(loads)[1] - (MODEL.layers * back + 2 * vocab + c.pass_ns)) <= 2 * MODEL.layers
+
+
+def test_bytes_of_a_model_by_hand():
+    assert (
+        MODEL.kv_bytes == 2 * (8 + 6) * 2
+        and MODEL.vocab_flops == 2 * 32 * 64
+        and MODEL.pair_flops == 2 * 4 * 14
+    )
+    qkv = 4 * 8 + 2 * 14
+    assert MODEL.linear_flops == 2 * (32 * qkv + 4 * 6 * 32 + 2 * 32 * 64)
+    assert replace(MODEL, gated=True).linear_flops == MODEL.linear_flops + 2 * 32 * 64
+    assert MODEL.saved_bytes == (6 * 32 + 2 * qkv + 2 * 64) * 2 + 4 * 7 * 4
+    assert ModelShape(**MODEL.to_json()) == MODEL
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_time_rises_with_work_and_traffic(name):
+    prices = Prices(MODEL, preset(name))
+    times = [prices.pass_ns(one_pass(rows)) for rows in (64, 512, 4096)]
+    assert times == sorted(times) and all(isinstance(t, int) for pair in times for t in pair)
+    assert all(forward < backward for forward, backward in times)
+    near = prices.pass_ns(one_pass(4096))
+    assert prices.pass_ns(one_pass(4096, keep=False))[1] >= near[1]
+    assert prices.pass_ns(one_pass(4096, keep=False))[0] == near[0]
+
+
+def test_nodes_cost_more_than_a_node():
+    """Ranks 7 and 8 are on two nodes of eight: the slower link is priced."""
+    near, far = one_pass(4096, block=(6, 7)), one_pass(4096, block=(7, 8))
+    assert not near.ranks[0].far and far.ranks[0].far
+    slow = Prices(MODEL, replace(preset("h100"), link_bytes_s=10**9, nic_bytes_s=10**8))
+    assert slow.pass_ns(far)[0] > slow.pass_ns(near)[0]
+
+
+def test_traffic_hides_under_tiles_only_where_it_may():
+    loads = one_pass(2048)
+    overlapped = Prices(MODEL, preset("h100"))
+    exposed = Prices(MODEL, replace(preset("h100"), overlap=False))
+    assert exposed.pass_ns(loads)[0] > overlapped.pass_ns(loads)[0]
+
+
+def test_memory_by_hand():
+    """Kept: activations and received keys of every layer, prompt gradients where passes read, logits."""
+    loads = one_pass(64)
+    for rank, load in enumerate(loads.ranks):
+        plain = MODEL.layers * load.rows * MODEL.saved_bytes + load.scored * 64 * 4 * 2
+        received = MODEL.layers * load.kv_in * MODEL.kv_bytes
+        gradients = MODEL.layers * load.rows * 2 * (8 + 6) * 4
+        assert load.kv_in > 0 and PRICES.pass_bytes(loads, provides=False)[rank] == plain + received
+        assert PRICES.pass_bytes(loads, provides=True)[rank] == plain + received + gradients
+        lean = one_pass(64, keep=False)
+        assert PRICES.pass_bytes(lean, provides=False)[rank] == plain
+        assert PRICES.work_bytes(loads)[rank] > load.kv_in * 2 * MODEL.kv_bytes
+
+
+def test_a_rows_price_in_pairs():
+    unit = pairs_per_row(MODEL, preset("h100"))
+    assert unit >= 1 and pairs_per_row(replace(MODEL, ffn=64 * 64), preset("h100")) > unit
+
+
+def test_presets():
+    assert set(PRESETS) == {"cpu", "a100", "h100", "h200", "paper"}
+    assert all(cluster.name == name for name, cluster in PRESETS.items())
+    digests = {cluster.digest() for cluster in PRESETS.values()}
+    assert len(digests) == len(PRESETS) and preset("h100").digest() in digests
+    assert replace(preset("cpu"), tile_ns=1).digest() not in digests
+    with pytest.raises(AugTreeError, match="--augtree-cluster h300") as caught:
+        preset("h300")
+    assert all(name in caught.value.rule for name in PRESETS)
