@@ -28,7 +28,7 @@ from megatron_augtree.data.groups import Group, fold, read_groups
 from megatron_augtree.mcore.arguments import add_model_arguments
 from megatron_augtree.mcore.build import build_model
 from megatron_augtree.mcore.launch import RankParser, agree, run, start
-from megatron_augtree.mcore.memory import PeakMemory
+from megatron_augtree.mcore.memory import PeakMemory, resident_bytes
 
 MODEL = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
          "--num-query-groups 2 --ffn-hidden-size 128 --vocab-size 4096 --max-position-embeddings 16384 "
@@ -100,7 +100,7 @@ def batches(groups: Iterable[Group], rows: int) -> Iterator[list[Group]]:
 
 
 def compare(model: GPTModel, groups: Sequence[Group], *, rows: int = 20000, modes: Sequence[str] = MODES,
-            progress: Callable[[int], None] = lambda count: None) -> Comparison:
+            base_bytes: int | None = None, progress: Callable[[int], None] = lambda count: None) -> Comparison:
     """Log-probs of groups by two modes; every rank of the pool calls it, the result is the same on all.
 
     Args:
@@ -108,6 +108,7 @@ def compare(model: GPTModel, groups: Sequence[Group], *, rows: int = 20000, mode
         groups: at least one; ids as in the file, are folded to the model's vocabulary.
         rows: un-shared rows of a batch.
         modes: two ``--context-parallel-mode`` values.
+        base_bytes: resident memory of this rank that does not count; default what is resident now.
         progress: called with the number of groups of every batch that is done.
     """
     scorers = {mode: Scorer(model, AugTreeConfig(mode=mode)) for mode in modes}
@@ -127,7 +128,7 @@ def compare(model: GPTModel, groups: Sequence[Group], *, rows: int = 20000, mode
             progress(len(batch))
         turned = [replace(group, prompt=group.prompt[::-1]) for group in fold(batch, model.vocab_size)]
         effect = float((scorers[modes[0]](turned) - first).abs().mean())
-    peak = torch.tensor(memory.above_start_bytes)
+    peak = torch.tensor(memory.peak_bytes - (memory.start_bytes if base_bytes is None else base_bytes))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return Comparison(len(groups), count, worst, effect, int(peak), seconds)
 
@@ -156,13 +157,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = agree(lambda: parse(argv))
     start(args)
     model = build_model(args, augtree=True, seed=args.seed)
-    first, good = dist.get_rank() == 0, True
+    first, good, base_bytes = dist.get_rank() == 0, True, resident_bytes()
     for path in args.data:
         count = sys.maxsize if args.longest is None else args.longest
         groups = agree(lambda path=path, count=count: longest_groups(path, count))
         with tqdm(total=len(groups), unit="group", desc=os.path.basename(path), leave=False,
                   disable=not first or not sys.stderr.isatty()) as bar:
-            result = compare(model, groups, rows=args.batch_rows, progress=bar.update)
+            result = compare(model, groups, rows=args.batch_rows, base_bytes=base_bytes, progress=bar.update)
         passed = result.good(args.memory_limit_gib * 2**30)
         good = good and passed
         if first:

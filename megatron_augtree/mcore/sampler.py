@@ -18,9 +18,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.data import DataLoader
 
-from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError, InputError
 from megatron_augtree.data.groups import Group, fingerprint
-from megatron_augtree.planning.baselines import UNSHARED, baseline_plan
+from megatron_augtree.planning.baselines import UNSHARED
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import make_plan
@@ -114,17 +114,51 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
     """
     started = time.perf_counter()
     sequences, numbers = sequences_of(groups)
-    minimum = config.min_shared_rows if config.mode == "augtree" else _NEVER
-    forest = from_sequences(
-        sequences, groups=numbers, min_shared_rows=minimum, share=config.mode not in UNSHARED
-    )
     if config.plan_path:
         plan = _read_plan(config.plan_path)
-    elif config.mode == "augtree":
-        plan = make_plan(forest.shape, model, world, config, tree_groups=_tree_groups(forest, numbers))
+        forest = _forest(plan.mode, sequences, numbers, config)
     else:
-        plan = baseline_plan(config.mode, forest.shape, _tree_groups(forest, numbers), world, config.degree)
+        candidates = [_candidate(config.mode, sequences, numbers, model, world, config)]
+        if config.mode == "augtree" and not config.force:
+            candidates.append(_candidate("ring", sequences, numbers, model, world, config))
+        forest, plan = _cheapest(candidates)
     return StepBatch(tuple(groups), forest, plan, fingerprint(groups), time.perf_counter() - started)
+
+
+def _forest(
+    mode: str, sequences: Sequence[TokenSequence], numbers: Sequence[int], config: AugTreeConfig
+) -> Forest:
+    """The trees that a mode computes: merged over groups, within groups, or not at all."""
+    minimum = config.min_shared_rows if mode == "augtree" else _NEVER
+    return from_sequences(sequences, groups=numbers, min_shared_rows=minimum, share=mode not in UNSHARED)
+
+
+def _candidate(
+    mode: str,
+    sequences: Sequence[TokenSequence],
+    numbers: Sequence[int],
+    model: ModelShape,
+    world: int,
+    config: AugTreeConfig,
+) -> tuple[Forest, Plan] | InfeasiblePlanError:
+    """A mode's trees and plan; under ``augtree``, also what it gives where nothing fits."""
+    forest = _forest(mode, sequences, numbers, config)
+    trees = _tree_groups(forest, numbers)
+    try:
+        plan = make_plan(forest.shape, model, world, config, tree_groups=trees, mode=mode)
+    except InfeasiblePlanError as error:
+        if config.mode != "augtree":
+            raise
+        return error
+    return forest, plan
+
+
+def _cheapest(candidates: Sequence[tuple[Forest, Plan] | InfeasiblePlanError]) -> tuple[Forest, Plan]:
+    """The candidate with the shortest predicted time; ties go to the earlier one."""
+    feasible = [c for c in candidates if isinstance(c, tuple)]
+    if not feasible:
+        raise candidates[0]
+    return min(feasible, key=lambda pair: pair[1].seconds)
 
 
 def _tree_groups(forest: Forest, numbers: Sequence[int]) -> list[int]:

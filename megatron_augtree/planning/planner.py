@@ -65,23 +65,31 @@ def make_plan(
     world: int,
     config: AugTreeConfig,
     *,
-    tree_groups: Sequence[int] | None = None,
+    tree_groups: Sequence[int],
+    mode: str | None = None,
 ) -> Plan:
-    """The cheapest plan that fits.
+    """The plan of a mode: under ``augtree`` the cheapest that fits, otherwise the baseline's, priced.
 
     Args:
-        shape: the forest of the step (shared rows merged).
+        shape: the forest of the step, shared as the mode shares.
         model: sizes of the model.
         world: ranks of the pool.
         config: limits and forced choices.
-        tree_groups: [tree] group numbers; lets baselines that share within one group be candidates.
+        tree_groups: [tree] number of the (first) group behind each root.
+        mode: another mode than `config.mode`: a baseline as a candidate of ``augtree``, under its limits.
 
     Raises:
-        InfeasiblePlanError: a forced choice, or the memory budget, that nothing satisfies.
+        InfeasiblePlanError: a forced choice, or under ``augtree`` the memory budget, that nothing satisfies.
     """
     cluster = preset(config.cluster)
-    search = _Search(shape, Prices(model, cluster), world, config)
-    best = search.run(tree_groups)
+    prices = Prices(model, cluster)
+    search = _Search(shape, prices, world, config)
+    if (mode or config.mode) == "augtree":
+        best = search.run(tree_groups)
+    else:
+        best = price(baseline_plan(mode or config.mode, shape, tree_groups, world, config.degree), prices)
+        if config.mode == "augtree" and best.peak_bytes > search.budget:
+            raise search.over_budget(best)
     plan = with_note(best.plan, best.plan.note, best.time_ns / NS, best.peak_bytes, cluster.digest())
     plan.check()
     return plan
@@ -105,7 +113,7 @@ class _Search:
         self.leanest: Priced | None = None
         self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
-    def run(self, tree_groups: Sequence[int] | None) -> Priced:
+    def run(self, tree_groups: Sequence[int]) -> Priced:
         if not self.shape.rows:
             return Priced(Plan(self.world, "augtree", self.shape, (), (), "nothing to compute"), 0, 0)
         self._check_forced()
@@ -120,7 +128,7 @@ class _Search:
         for _, choice in ranked:
             for refined in self._refinements(choice):
                 self._try(refined)
-        if not self.forced and tree_groups is not None and self.world % self._limit() == 0:
+        if not self.forced and self.world % self._limit() == 0:
             for mode in _CANDIDATE_BASELINES:
                 plan = baseline_plan(mode, self.shape, tree_groups, self.world, self._limit())
                 self._consider(price(plan, self.prices))
@@ -129,7 +137,7 @@ class _Search:
                 "a block has ranks for the primitive, leaves for copies and waves, spine rows for chunks"
             )
         if self.best is None:
-            raise self._infeasible()
+            raise self.over_budget(self.leanest)
         return self.best
 
     def _check_forced(self) -> None:
@@ -260,8 +268,9 @@ class _Search:
         if priced.peak_bytes <= self.budget and (self.best is None or priced.time_ns < self.best.time_ns):
             self.best = priced
 
-    def _infeasible(self) -> InfeasiblePlanError:
-        lean, rows = self.leanest, self.shape.rows
+    def over_budget(self, lean: Priced) -> InfeasiblePlanError:
+        """The error where even the plan that needs least memory needs too much."""
+        rows = self.shape.rows
         node = max(range(len(rows)), key=lambda n: self.shape.starts[n] + rows[n])
         longest = self.shape.starts[node] + rows[node]
         return InfeasiblePlanError(

@@ -329,7 +329,7 @@ def test_built_plans_check(choice, world):
 
 
 def test_nothing_to_compute():
-    plan = make_plan(ForestShape((), (), (), ()), MODEL, 2, AugTreeConfig())
+    plan = make_plan(ForestShape((), (), (), ()), MODEL, 2, AugTreeConfig(), tree_groups=[])
     assert plan.passes == () and plan.events == () and plan.seconds == 0
     plan.check(pairs=True)
     assert Plan.from_json(plan.to_json()) == plan

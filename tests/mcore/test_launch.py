@@ -1,0 +1,105 @@
+"""What launchers share: one voice for all ranks, peaks of memory, weights in and out of files."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_augtree.config import InputError
+from megatron_augtree.mcore import launch, weights
+from megatron_augtree.mcore.memory import PeakMemory
+
+ROOT = Path(__file__).parents[2]
+
+
+class TestWeights:
+    def test_plain_names_win_then_after_then_before(self, tmp_path):
+        model = torch.nn.Linear(2, 2)
+        named = dict(model.named_parameters())
+        values = {prefix: {f"{prefix}{n}": torch.full_like(p, i) for n, p in named.items()}
+                  for i, prefix in enumerate(("", "param1/", "param0/"))}
+        for first, prefixes in enumerate((("", "param1/", "param0/"), ("param1/", "param0/"), ("param0/",))):
+            save_file({k: v for p in prefixes for k, v in values[p].items()}, tmp_path / "w.safetensors")
+            weights.load_weights(model, str(tmp_path / "w.safetensors"))
+            assert all(torch.all(p == first) for p in model.parameters())
+
+    @pytest.mark.parametrize(("tensors", "words"), [
+        ({"weight": torch.zeros(2, 2)}, "1 missing, for instance bias"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, r"weight \[2, 3\] instead of \[2, 2\]"),
+        ({"other": torch.zeros(1)}, "2 missing"),
+    ])
+    def test_what_does_not_fit_is_refused_and_changes_nothing(self, tmp_path, tensors, words):
+        model = torch.nn.Linear(2, 2)
+        before = weights.parameters_of(model)
+        save_file(tensors, tmp_path / "w.safetensors")
+        with pytest.raises(InputError, match=words):
+            weights.load_weights(model, str(tmp_path / "w.safetensors"))
+        assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+    def test_not_a_safetensors_file(self, tmp_path):
+        (tmp_path / "w").write_text("no")
+        with pytest.raises(InputError, match="--load"):
+            weights.load_weights(torch.nn.Linear(1, 1), str(tmp_path / "w"))
+
+    def test_a_failed_dump_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "o.safetensors"
+        path.write_text("old")
+        monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            weights.save_dump(str(path), {"a": torch.zeros(1)}, {"b": 1})
+        assert os.listdir(tmp_path) == ["o.safetensors"] and path.read_text() == "old"
+
+
+class TestLaunch:
+    def test_agree_returns_or_ends(self, capfd):
+        assert launch.agree(lambda: 3) == 3
+
+        def fail():
+            raise InputError("a thing is wrong", values="x 1", rule="x is 2", remedy="write 2")
+
+        with pytest.raises(SystemExit) as end:
+            launch.agree(fail)
+        assert end.value.code == launch.USER_ERROR
+        assert capfd.readouterr().err == "a thing is wrong\n  values: x 1\n  rule: x is 2\n  remedy: write 2\n"
+
+    @pytest.mark.parametrize(("error", "lost"), [
+        (RuntimeError("[/p/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: reset"), True),
+        (torch.distributed.DistNetworkError("closed"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("/gloo/"), False),
+    ])
+    def test_lost_peers_are_told_from_faults(self, error, lost):
+        assert launch.is_lost_peer(error) == lost
+
+    def test_a_rank_that_is_stopped_says_so(self, tmp_path):
+        """SIGTERM ends a rank with a message and code 1 also while its main thread waits in C."""
+        ready = tmp_path / "ready"
+        text = ("import ctypes, pathlib\nfrom megatron_augtree.mcore import launch\n"
+                f"launch.run(lambda: (pathlib.Path({str(ready)!r}).touch(), "
+                "[ctypes.CDLL(None).sleep(600) for _ in range(9)]))\n")
+        env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", text], env=env,
+                                   stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 120
+            while not ready.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            _, message = process.communicate(timeout=30)
+        finally:
+            process.kill()
+        assert process.returncode == 1 and message.startswith("rank 1: a peer was lost")
+
+
+def test_peak_memory_sees_a_short_lived_tensor():
+    with PeakMemory() as memory:
+        tensor = torch.ones(64 << 18)  # 64 MiB
+        time.sleep(0.05)
+        del tensor
+    assert 60 << 20 <= memory.above_start_bytes
