@@ -100,7 +100,8 @@ def batches(groups: Iterable[Group], rows: int) -> Iterator[list[Group]]:
 
 
 def compare(model: GPTModel, groups: Sequence[Group], *, rows: int = 20000, modes: Sequence[str] = MODES,
-            base_bytes: int | None = None, progress: Callable[[int], None] = lambda count: None) -> Comparison:
+            base_bytes: int | None = None,
+            progress: Callable[[int], None] = lambda count: None) -> Comparison:
     """Log-probs of groups by two modes; every rank of the pool calls it, the result is the same on all.
 
     Args:

@@ -10,7 +10,7 @@ _ADVANTAGES = "unit/test_advantages.py"
 _ARGUMENTS = "mcore/test_arguments.py"
 _BINDING = "mcore/test_binding.py"
 _UPDATES = "numerics/test_cases.py"
-_PARITY = "numerics/test_parity.py"
+_LAYOUTS = "numerics/test_case_layouts.py"
 _MERGE = "numerics/test_merge.py"
 _MUTATIONS = "numerics/test_mutations.py"
 _PROCESSES = "distributed/test_processes.py"
@@ -44,12 +44,12 @@ CASES: dict[int, tuple[str, list[str]]] = {
         [f"{_UPDATES}::test_case_6_old_logprobs_of_any_plan_give_ratio_1",
          f"{_UPDATES}::test_case_6_three_steps_follow_the_oracle"]),
     8: ("positions; interleaved rotary; partial and scaled rotary are refused",
-        [f"{_UPDATES}::test_case_8_positions", f"{_UPDATES}::test_case_8_40_42_43_models",
+        [f"{_LAYOUTS}::test_case_8_positions", f"{_LAYOUTS}::test_case_8_40_42_43_models",
          f"{_MUTATIONS}::test_one_branchs_positions_are_shifted_by_one",
          f"{_ARGUMENTS}::test_arguments_are_refused"]),
     9: ("partials of very different scales, upstream gradient not ones",
         [f"{_MERGE}::test_scaled_pieces_equal_dense_autograd",
-         f"{_UPDATES}::test_case_9_shards_of_different_scales_land_on_their_owners"]),
+         f"{_LAYOUTS}::test_case_9_shards_of_different_scales_land_on_their_owners"]),
     10: ("merging where one or both sides saw nothing", [
         f"{_MERGE}::test_every_order_and_grouping", f"{_MERGE}::test_backward_in_every_order_and_grouping"]),
     11: ("distributed optimizer on and off, steps of unequal numbers of groups; overlap comes later",
@@ -72,7 +72,7 @@ CASES: dict[int, tuple[str, list[str]]] = {
     19: ("aggregations do not depend on ranks and micro-batches", [
         f"{_UPDATES}::test_case_13_18_19_weights_by_hand_over_layouts",
         f"{_LOSSES}::test_case_19_any_partition_into_calls_gives_the_same_loss_gradients_and_metrics"]),
-    20: ("targets under zigzag", [f"{_UPDATES}::test_case_20_targets_are_the_sequences_own_next_tokens"]),
+    20: ("targets under zigzag", [f"{_LAYOUTS}::test_case_20_targets_are_the_sequences_own_next_tokens"]),
     21: ("replicas with unequal numbers of groups, and none", [f"{_WORKER}::steps"]),
     23: ("whitening over all ranks", [f"{_ADVANTAGES}::test_case_23_whitening_over_all_ranks"]),
     24: ("every residue of lengths, twice", [f"{_UPDATES}::test_case_24_every_residue_of_lengths_twice"]),
@@ -95,11 +95,11 @@ CASES: dict[int, tuple[str, list[str]]] = {
         f"{_UPDATES}::test_case_15_37_metrics_entropy_kl_and_temperature"]),
     39: ("tensor parallelism", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
     40: ("a trainable replicated layer before the split: the embedding, on all ranks",
-         [f"{_UPDATES}::test_case_8_40_42_43_models", f"{_WORKER}::parity"]),
+         [f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_WORKER}::parity"]),
     42: ("attention options: as the oracle, or refused", [
-        f"{_UPDATES}::test_case_8_40_42_43_models", f"{_ARGUMENTS}::test_arguments_are_refused"]),
+        f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_ARGUMENTS}::test_arguments_are_refused"]),
     43: ("heads, head dims, more ranks than KV heads; unequal widths are refused", [
-        f"{_UPDATES}::test_case_8_40_42_43_models",
+        f"{_LAYOUTS}::test_case_8_40_42_43_models",
         f"{_BINDING}::test_attention_refuses_what_the_tree_cannot_express"]),
     44: ("dropout is refused",
          [f"{_ARGUMENTS}::test_dropout_is_refused_with_its_reason_and_all_flags_at_once"]),
@@ -110,15 +110,16 @@ CASES: dict[int, tuple[str, list[str]]] = {
     51: ("recompute", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
     52: ("never silently plain", [
         f"{_ARGUMENTS}::test_without_a_mode_the_run_is_stock_and_says_what_would_do_nothing",
-        f"{_ARGUMENTS}::test_bad_mode_names_choices_and_closest", f"{_BINDING}::test_a_spec_alone_is_not_enough",
-        f"{_UPDATES}::test_case_52_53_what_cannot_be_planned_says_so_before_anything_runs"]),
+        f"{_ARGUMENTS}::test_bad_mode_names_choices_and_closest",
+        f"{_BINDING}::test_a_spec_alone_is_not_enough",
+        f"{_LAYOUTS}::test_case_52_53_what_cannot_be_planned_says_so_before_anything_runs"]),
     53: ("errors before any collective, with values and remedy", [
-        f"{_UPDATES}::test_case_52_53_what_cannot_be_planned_says_so_before_anything_runs",
+        f"{_LAYOUTS}::test_case_52_53_what_cannot_be_planned_says_so_before_anything_runs",
         f"{_WORKER}::other_data", f"{_WORKER}::other_plan", f"{_ARGUMENTS}::test_arguments_are_refused"]),
     54: ("the budget holds; an impossible item is named", [
-        f"{_UPDATES}::test_case_54_the_memory_budget_holds_and_an_impossible_one_names_the_item"]),
+        f"{_LAYOUTS}::test_case_54_the_memory_budget_holds_and_an_impossible_one_names_the_item"]),
     55: ("only scored rows reach the vocabulary", [
-        f"{_UPDATES}::test_case_55_only_scored_rows_reach_the_vocabulary",
+        f"{_LAYOUTS}::test_case_55_only_scored_rows_reach_the_vocabulary",
         f"{_BINDING}::test_only_scored_rows_are_projected_and_chunks_change_nothing"]),
     56: ("forward-only between accumulation passes",
          [f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes"]),

@@ -1,6 +1,5 @@
 """Real processes: one torchrun a world size runs all its cases; here each is looked at by name."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases import CASES
+from tests.distributed.results import agree, first_failure, read, write
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds for all cases of a world; several times what two cores need.
@@ -56,10 +56,9 @@ PAIRS = [pytest.param(world, index, id=f"{world} ranks: {case['name']}")
 @pytest.mark.parametrize("world, index", PAIRS)
 def test_case(launched, world, index):
     folder, output = launched(world)
-    found = [folder / f"{index}.{rank}.json" for rank in range(world)]
-    silent = [rank for rank, path in enumerate(found) if not path.exists()]
-    assert not silent, f"ranks {silent} gave nothing; {first_failure(folder, world)}\n{output}"
-    results = [json.loads(path.read_text()) for path in found]
+    results = read(folder, index, world)
+    names = [case["name"] for case in CASES[world]]
+    assert None not in results, f"{first_failure(folder, names, world)}\n{output}"
     errors = {rank: result["error"] for rank, result in enumerate(results) if "error" in result}
     assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
     for rank, result in enumerate(results):
@@ -68,20 +67,21 @@ def test_case(launched, world, index):
     assert len({result.get("bits", result.get("message")) for result in results}) == 1, results
 
 
-def first_failure(folder: Path, world: int) -> str:
-    """Names the case at which the launch stopped."""
-    for index, case in enumerate(CASES[world]):
-        paths = [folder / f"{index}.{rank}.json" for rank in range(world)]
-        results = [json.loads(path.read_text()) if path.exists() else None for path in paths]
-        bad = {rank: "nothing" if r is None else r["error"] for rank, r in enumerate(results)
-               if r is None or "error" in r}
-        if bad:
-            return f"stopped at {case['name']!r}, " + "; ".join(f"rank {r}: {bad[r]}" for r in bad)
-    return "no case failed"
+def test_ranks_out_of_step_are_noticed_and_named(tmp_path):
+    good, own, caught = {"bits": ""}, {"error": "b", "orderly": True}, {"error": "timeout", "orderly": False}
+    for index, (results, in_step) in enumerate((
+            ([good, good], True), ([own, own], True), ([good, own], False), ([own, caught], False))):
+        for rank, result in enumerate(results):
+            write(tmp_path, index, rank, result)
+        assert agree(tmp_path, index, 2, 1.0) == in_step
+    write(tmp_path, 4, 0, good)
+    assert not agree(tmp_path, 4, 2, 0.02)
+    assert first_failure(tmp_path, ["a", "b"], 2) == "stopped at 'b', rank 0: b; rank 1: b"
+    assert first_failure(tmp_path, ["a"], 2) == "no case failed"
 
 
 def test_launches_are_few():
-    """One a world size; ranks that hold no row and ranks that send nothing are among the cases."""
+    """One a world size, and every case has its own name in it."""
     assert set(CASES) == {2, 3, 4, 8}
     assert all(len({case["name"] for case in cases}) == len(cases) for cases in CASES.values())
 
@@ -92,7 +92,8 @@ def test_some_cases_have_idle_ranks_and_most_have_traffic(launched, world):
     rows, sent = [], []
     for index, case in enumerate(CASES[world]):
         if case["do"] == "parity":
-            results = [json.loads((folder / f"{index}.{rank}.json").read_text()) for rank in range(world)]
+            results = read(folder, index, world)
+            assert None not in results, output
             rows.append(min(result["rows"] for result in results))
             sent.append(sum(result["bytes"] for result in results))
     assert 0 in rows and max(rows) > 0

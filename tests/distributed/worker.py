@@ -34,6 +34,7 @@ from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimize
 from megatron_augtree.planning.schedule import promise, reverse
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport
 from tests.distributed.cases import CASES, REAL
+from tests.distributed.results import agree, write
 from tests.numerics import fixtures as f
 
 #: Seconds that ranks wait for each other, in the process group and between cases.
@@ -326,24 +327,6 @@ def _bits(outcome: f.Outcome) -> str:
     return _hash({**outcome.grads, "/logprobs": outcome.logprobs, "/loss": torch.tensor([outcome.loss])})
 
 
-def write(folder: Path, index: int, rank: int, result: dict) -> None:
-    """A result, in one rename."""
-    path = folder / f"{index}.{rank}.json"
-    path.with_suffix(".partial").write_text(json.dumps(result))
-    os.replace(path.with_suffix(".partial"), path)
-
-
-def agree(folder: Path, index: int, world: int) -> bool:
-    """Whether all ranks came through this case in the same way; waits for their files."""
-    paths = [folder / f"{index}.{rank}.json" for rank in range(world)]
-    end = time.monotonic() + 2 * PATIENCE
-    while not all(path.exists() for path in paths):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.002)
-    return len({"error" in json.loads(path.read_text()) for path in paths}) == 1
-
-
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
@@ -353,10 +336,11 @@ def main() -> None:
         start = time.monotonic()
         try:
             result = getattr(worker, case["do"])(**fields)
-        except Exception:
-            result = {"error": traceback.format_exc()}
+        except Exception as error:
+            orderly = isinstance(error, (AssertionError, AugTreeError))
+            result = {"error": traceback.format_exc(), "orderly": orderly}
         write(folder, index, worker.rank, {**result, "seconds": time.monotonic() - start})
-        if not agree(folder, index, worker.world):
+        if not agree(folder, index, worker.world, 2 * PATIENCE):
             # Ranks are out of step: nothing that follows would mean anything.
             os._exit(1)
     build.destroy()

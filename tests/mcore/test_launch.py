@@ -66,10 +66,11 @@ class TestLaunch:
         with pytest.raises(SystemExit) as end:
             launch.agree(fail)
         assert end.value.code == launch.USER_ERROR
-        assert capfd.readouterr().err == "a thing is wrong\n  values: x 1\n  rule: x is 2\n  remedy: write 2\n"
+        lines = capfd.readouterr().err.splitlines()
+        assert lines == ["a thing is wrong", "  values: x 1", "  rule: x is 2", "  remedy: write 2"]
 
     @pytest.mark.parametrize(("error", "lost"), [
-        (RuntimeError("[/p/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: reset"), True),
+        (RuntimeError("[/p/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: reset"), True),
         (torch.distributed.DistNetworkError("closed"), True),
         (RuntimeError("shape mismatch"), False),
         (ValueError("/gloo/"), False),
@@ -102,4 +103,4 @@ def test_peak_memory_sees_a_short_lived_tensor():
         tensor = torch.ones(64 << 18)  # 64 MiB
         time.sleep(0.05)
         del tensor
-    assert 60 << 20 <= memory.above_start_bytes
+    assert 48 << 20 <= memory.above_start_bytes <= 96 << 20  # the system counts pages with a delay

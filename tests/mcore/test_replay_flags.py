@@ -139,7 +139,8 @@ class TestArguments:
         ("augtree", "--augtree-plan none.json", "--augtree-plan none.json"),
         ("ring", "--use-distributed-optimizer", "--use-distributed-optimizer"),
     ])
-    def test_what_is_found_later_ends_with_one_message(self, replay, data, tmp_path, capfd, mode, more, words):
+    def test_what_is_found_later_ends_with_one_message(self, replay, data, tmp_path, capfd, mode, more,
+                                                       words):
         out = tmp_path / "o.safetensors"
         message = refused(capfd, replay.main, argv(data, mode, out, *more.split()))
         assert any(word in message for word in words.split("|")) and message.count("  rule: ") == 1
