@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _COLOURS = {"fused": "#4878a8", "prefill": "#7a5c9e", "chunk": "#9b7fbf", "replay": "#d98a3d"}
 _SPINE, _LEAF = "#355c7d", "#f2a65a"
 #: Bars narrower than this share of the axis carry no text.
-_READABLE = 0.07
+_READABLE = 0.05
 
 
 @dataclass(frozen=True)
