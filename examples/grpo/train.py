@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
     """The program's flags."""
     parser = launch.RankParser(prog="train")
     parser.add_argument("--out", default="demo_out", help="folder for what is written")
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--record", type=int, default=20, help="steps whose rollouts are written")
     parser.add_argument("--groups", type=int, default=7, help="groups a step")
     parser.add_argument("--samples", type=int, default=12, help="responses a group")

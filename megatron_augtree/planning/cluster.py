@@ -34,6 +34,7 @@ class Cluster:
         pass_ns: fixed cost of a pass outside its layers.
         message_ns: latency of a message.
         link_bytes_s, nic_bytes_s: bytes a second a rank sends inside a node and across nodes.
+        base_bytes: memory of a step whatever its rows: gradients on the wire, library scratch, fragments.
         overlap: transfers travel while tiles are computed.
     """
 
@@ -53,6 +54,7 @@ class Cluster:
     message_ns: int
     link_bytes_s: int
     nic_bytes_s: int
+    base_bytes: int
     overlap: bool = True
 
     def digest(self) -> str:
@@ -81,6 +83,7 @@ def _accelerator(
         message_ns=8_000,
         link_bytes_s=link_gb * 10**9,
         nic_bytes_s=nic_gb * 10**9,
+        base_bytes=GIB // 2,
     )
 
 
@@ -103,6 +106,7 @@ PRESETS = {
         message_ns=250_000,
         link_bytes_s=900 * 10**6,
         nic_bytes_s=900 * 10**6,
+        base_bytes=40 << 20,
     ),
     "a100": _accelerator("a100", tflops=312, memory_gib=40, link_gb=250, nic_gb=22, hbm_gb=1500),
     "h100": _accelerator("h100", tflops=989, memory_gib=40, link_gb=380, nic_gb=45, hbm_gb=2600),
@@ -126,6 +130,7 @@ PRESETS = {
         message_ns=20_000,
         link_bytes_s=150 * 10**9,
         nic_bytes_s=25 * 10**9,
+        base_bytes=GIB // 2,
     ),
 }
 

@@ -56,7 +56,7 @@ def price(plan: Plan, prices: Prices) -> Priced:
             alive[rank] += 0 if backward else kept[pass_id][index]
             peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
             alive[rank] -= kept[pass_id][index] if backward else 0
-    return Priced(plan, max(busy, default=0), max(peak, default=0))
+    return Priced(plan, max(busy, default=0), prices.cluster.base_bytes + max(peak, default=0))
 
 
 def make_plan(

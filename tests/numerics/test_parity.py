@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_augtree.config import MODES, AugTreeConfig
+from megatron_augtree.config import MODES, AugTreeConfig, InfeasiblePlanError, parse_force
 from megatron_augtree.mcore.sampler import model_shape, plan_step
 from megatron_augtree.planning.schedule import promise, reverse
 from megatron_augtree.runtime.transport import LocalTransport
@@ -92,12 +92,24 @@ FORCED = ["", "degree=1", "degree=2,lane_degree=2", "copies=2", "degree=4,copies
 def test_what_the_planner_chooses_and_is_forced_to(lab, data, kind):
     groups, want = lab.data(data, kind)
     model, failed = model_shape(lab.tree.config, f.VOCAB), {}
-    flat = len(f.forest_of(groups, "augtree")[0].shape.rows) == 1
-    forced = [text for text in FORCED if not (flat and ("phased" in text or "waves" in text))]
+    shape = f.forest_of(groups, "augtree")[0].shape
+    leaves = sum(not children for children in shape.children)
+
+    def possible(text: str) -> bool:
+        """Phases need a spine; each wave and each copy needs a leaf."""
+        wanted = parse_force(text)
+        phased = wanted.get("phase") == "phased" or "waves" in wanted
+        return leaves >= max(wanted.get("waves", 1), wanted.get("copies", 1)) and (
+            any(shape.children) or not phased)
+
     for world in (1, 4, 6):
         runs = [(mode, "") for mode in MODES if mode != "augtree"]
-        for mode, force in runs + [("augtree", text) for text in forced if world == 4 or not text]:
+        for mode, force in runs + [("augtree", text) for text in FORCED if world == 4 or not text]:
             config = AugTreeConfig(mode=mode, force=force, min_shared_rows=4)
+            if not possible(force):
+                with pytest.raises(InfeasiblePlanError, match="forced plan"):
+                    plan_step(groups, model, world, config)
+                continue
             found = lab.compare(groups, want, plan_step(groups, model, world, config), kind)
             if not f.worst(found) < BAR:
                 failed[world, mode, force] = found

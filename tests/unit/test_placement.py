@@ -110,6 +110,16 @@ def test_a_wide_leaf_fills_up_what_whole_ones_left_uneven():
     assert sum(any(s.node == 2 for s in spans) for spans in placement) == 1
 
 
+def test_leaves_are_spread_over_lanes():
+    """Four ranks in lanes of two: the two long leaves go to different lanes."""
+    shape = from_lengths(8, [40, 41, 6, 7])
+    placement = place(shape, [0], [1, 2, 3, 4], 4, lane_degree=2, wide=0, pairs_per_row=50)
+    held = {
+        n: {rank for rank, spans in enumerate(placement) if any(s.node == n for s in spans)} for n in (1, 2)
+    }
+    assert sorted(map(sorted, held.values())) == [[0, 1], [2, 3]]
+
+
 def test_all_wide_leaves_are_even():
     shape = from_lengths(8, [8, 16])
     placement = place(shape, [0], [1, 2], 2, lane_degree=2, wide=0, pairs_per_row=1)

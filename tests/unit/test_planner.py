@@ -123,12 +123,13 @@ def test_peak_memory_by_hand():
     fused = price(build(Choice(degree=1), shape, 1, unit), prices).peak_bytes
     layer = SMALL.layers * SMALL.saved_bytes
     logits = 4096 * 4
-    work = SMALL.saved_bytes // 2 + 2 * 4 * 128 * 4
-    assert fused == 48 * layer + 16 * logits * 2 + 48 * work + 16 * logits
+    base = preset("h100").base_bytes
+    assert fused == base + 48 * layer + 16 * logits * 2 + 48 * SMALL.saved_bytes * 9 // 4 + 16 * logits
     gradients = SMALL.layers * 4 * 128 * 4
     waves = price(build(Choice(degree=1, phase="phased", waves=2), shape, 1, unit), prices).peak_bytes
     kept = 32 * (layer + gradients)
-    assert waves == max(kept + 8 * layer + 8 * logits * 2 + 8 * work + 8 * logits, kept + 32 * work)
+    wave = kept + 8 * layer + 8 * logits * 2 + 8 * logits + 8 * SMALL.saved_bytes * 9 // 4
+    assert waves == base + max(wave, kept + 32 * SMALL.saved_bytes * 9 // 4)
 
 
 @settings(max_examples=25, deadline=None)
@@ -289,14 +290,18 @@ def test_force_and_budget_together():
 
 @dataclass(frozen=True)
 class Input:
-    """Something to plan, and what the cheapest plan is known to show."""
+    """Something to plan, and what the cheapest plan is known to show.
+
+    Attributes:
+        budget: a choice that just fits into the memory; None: memory is no question.
+    """
 
     shape: ForestShape
     world: int
     shows: object
     cluster: str = "h100"
     model: ModelShape = SMALL
-    budget: float = AMPLE
+    budget: Choice | None = None
 
 
 def split(plan: Plan) -> set[int]:
@@ -337,19 +342,26 @@ BY_PRICE = {
         2,
         lambda plan: jobs(plan, "prefill") == {1} and min(jobs(plan, "replay")) > 1,
         model=WIDE,
-        budget=0.25,
+        budget=Choice(degree=2, phase="phased", waves=4),
     ),
     "queries move where a wave has few": Input(
-        from_lengths(8192, [512] * 16), 4, lambda plan: "move_q" in primitives(plan), model=WIDE, budget=0.35
+        from_lengths(8192, [512] * 16),
+        4,
+        lambda plan: "move_q" in primitives(plan),
+        model=WIDE,
+        budget=Choice(degree=4, phase="phased", waves=4, primitive="move_q"),
     ),
     "the spine comes in chunks where only they fit": Input(
-        from_lengths(8192, [64] * 4), 2, lambda plan: jobs(plan, "chunk") == {2}, budget=0.41
+        from_lengths(8192, [64] * 4),
+        2,
+        lambda plan: jobs(plan, "chunk") == {2},
+        budget=Choice(degree=2, phase="phased", chunks=2, keep=False),
     ),
     "received keys are dropped where memory is short": Input(
         from_lengths(8192, [64] * 4),
         2,
         lambda plan: not any(p.keep for p in plan.passes) and jobs(plan, "fused") == {1},
-        budget=0.43,
+        budget=Choice(degree=2, keep=False),
     ),
 }
 
@@ -357,7 +369,11 @@ BY_PRICE = {
 @pytest.mark.parametrize("name", BY_PRICE)
 def test_chosen_by_price(name):
     x = BY_PRICE[name]
-    plan = plan_of(x.shape, x.world, model=x.model, cluster=x.cluster, budget=x.budget)
+    prices, budget = Prices(x.model, preset(x.cluster)), AMPLE
+    if x.budget is not None:
+        unit = pairs_per_row(x.model, preset(x.cluster))
+        budget = price(build(x.budget, x.shape, x.world, unit), prices).peak_bytes / GIB
+    plan = plan_of(x.shape, x.world, model=x.model, cluster=x.cluster, budget=budget)
     assert x.shows(plan), str(plan)
 
 

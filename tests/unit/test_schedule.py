@@ -224,6 +224,14 @@ def test_bytes_of_replay(degree):
     assert sent(reverse(gather, keep=False)) == {"KV": prompt * KV, "DKV": prompt * DKV}
 
 
+def test_transfers_of_a_stage_to_one_rank_are_one_message():
+    """Rank 0 sends rank 1 queries and its own leaf keys at once; the partial results come back in another."""
+    program, _ = good()
+    first = program.stages[0].transfers
+    assert {t.payload for t in first if (t.src, t.dst) == (0, 1)} == {Payload.Q, Payload.KV}
+    assert messages(program) == [2, 2]
+
+
 def test_nothing_moves_on_one_rank():
     shape = from_lengths(5, [2, 3])
     program = compile_pass(shape, zigzagged(shape, 1), primitive="move_kv")

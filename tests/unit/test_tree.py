@@ -96,13 +96,13 @@ def token_sequences(draw, salted: bool = True) -> TokenSequence:
     return sequence(tokens, [draw(st.booleans()) for _ in tokens[1:]], salt)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(token_sequences(), max_size=7))
 def test_rows_are_shared_exactly_where_prefixes_agree(sequences):
     check_against_prefixes(from_sequences(sequences), sequences, clusters(sequences, None, 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(token_sequences(), st.integers(0, 3)), max_size=7), st.integers(1, 3))
 def test_groups_join_where_they_share_enough(items, minimum):
     sequences, groups = [s for s, _ in items], [g for _, g in items]
