@@ -28,6 +28,7 @@ class Cluster:
         row_bytes_s: memory traffic of element-wise work, bytes a second.
         attention_flops: operations a second of a large attention tile.
         tile_ns: fixed cost of a tile, forward.
+        tile_rows: keys that a kernel takes at once; on a causal tile's diagonal half of them are masked.
         attention_backward_pct, gemm_backward_pct: backward time, per cent of the forward's.
         stage_ns: fixed cost of a stage with transfers.
         layer_ns: fixed cost of a layer's forward in a pass.
@@ -46,6 +47,7 @@ class Cluster:
     row_bytes_s: int
     attention_flops: int
     tile_ns: int
+    tile_rows: int
     attention_backward_pct: int
     gemm_backward_pct: int
     stage_ns: int
@@ -71,10 +73,11 @@ def _accelerator(
         node_ranks=8,
         memory_bytes=memory_gib * GIB,
         gemm_flops=tflops * 10**12 * 6 // 10,
-        gemm_half_rows=128,
+        gemm_half_rows=68,
         row_bytes_s=hbm_gb * 10**9,
         attention_flops=tflops * 10**12 * 45 // 100,
         tile_ns=8_000,
+        tile_rows=128,
         attention_backward_pct=250,
         gemm_backward_pct=200,
         stage_ns=15_000,
@@ -93,16 +96,17 @@ PRESETS = {
         name="cpu",
         node_ranks=64,
         memory_bytes=6 * GIB,
-        gemm_flops=48 * 10**9,
-        gemm_half_rows=12,
-        row_bytes_s=5 * 10**9,
-        attention_flops=52 * 10**9,
-        tile_ns=120_000,
+        gemm_flops=88 * 10**9,
+        gemm_half_rows=6,
+        row_bytes_s=12 * 10**9,
+        attention_flops=68 * 10**9,
+        tile_ns=40_000,
+        tile_rows=400,
         attention_backward_pct=265,
         gemm_backward_pct=200,
         stage_ns=250_000,
-        layer_ns=900_000,
-        pass_ns=4_000_000,
+        layer_ns=600_000,
+        pass_ns=3_000_000,
         message_ns=250_000,
         link_bytes_s=900 * 10**6,
         nic_bytes_s=900 * 10**6,
@@ -118,10 +122,11 @@ PRESETS = {
         node_ranks=8,
         memory_bytes=30 * GIB,
         gemm_flops=120 * 10**12,
-        gemm_half_rows=128,
+        gemm_half_rows=68,
         row_bytes_s=1500 * 10**9,
         attention_flops=59 * 10**11,
         tile_ns=20_000,
+        tile_rows=128,
         attention_backward_pct=200,
         gemm_backward_pct=200,
         stage_ns=1_900_000,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_augtree.planning.cluster import Cluster
 from megatron_augtree.planning.model import ModelShape
@@ -31,6 +32,7 @@ class RankLoad:
     Attributes:
         rows, scored: its rows, and those that reach the vocabulary.
         pairs: (query, key) pairs it computes.
+        triangles: rows of each of its causal tiles.
         tiles: attention calls, an estimate.
         kv_in, kv_out: key rows received and sent.
         q_in, q_out: query rows received and sent (``move_q``).
@@ -41,6 +43,7 @@ class RankLoad:
     rows: int
     scored: int
     pairs: int
+    triangles: tuple[int, ...]
     tiles: int
     kv_in: int
     kv_out: int
@@ -99,10 +102,17 @@ class PassLoads:
             return 2
         return remote if self.p.primitive in ("ring", "move_kv") else min(self.p.pieces, remote)
 
-    def _basic(self, rank: int) -> dict[str, int]:
+    def _basic(self, rank: int) -> dict[str, Any]:
         spans = self.p.placement[rank]
-        scored = sum(min(self.shape.scored[s.node], s.hi - s.lo) for s in spans)
-        return {"rows": count(spans), "scored": scored, "pairs": sum(self.shape.area(*s) for s in spans)}
+        own: dict[int, int] = {}
+        for s in spans:
+            own[s.node] = own.get(s.node, 0) + s.hi - s.lo
+        return {
+            "rows": count(spans),
+            "scored": sum(min(self.shape.scored[s.node], s.hi - s.lo) for s in spans),
+            "pairs": sum(self.shape.area(*s) for s in spans),
+            "triangles": tuple(own.values()),
+        }
 
     def _far(self, rank: int) -> bool:
         nodes = {r // self.node_ranks for r in self.p.block}
@@ -233,15 +243,18 @@ class Prices:
         c = self.cluster
         return (rows + min(rows, 1) * c.gemm_half_rows) * flops * NS // c.gemm_flops
 
+    def wasted_pairs(self, load: RankLoad) -> int:
+        """Masked pairs that a kernel computes on the diagonals of causal tiles."""
+        return sum(rows * min(rows, self.cluster.tile_rows) // 2 for rows in load.triangles)
+
     def layer_ns(self, load: RankLoad, stages: int, *, backward: bool, keep: bool, primitive: str) -> int:
         """One layer of one rank, forward or backward."""
         c, m = self.cluster, self.model
         gemm, attention = (c.gemm_backward_pct, c.attention_backward_pct) if backward else (100, 100)
         linear = self.linear_ns(load.rows, m.linear_flops) * gemm // 100
         linear += load.rows * m.saved_bytes * 2 * gemm // 100 * NS // c.row_bytes_s
-        tiles = (
-            (load.pairs * m.pair_flops * NS // c.attention_flops + load.tiles * c.tile_ns) * attention // 100
-        )
+        computed = (load.pairs + self.wasted_pairs(load)) * m.pair_flops * NS // c.attention_flops
+        tiles = (computed + load.tiles * c.tile_ns) * attention // 100
         moved = self.traffic_bytes(load, backward=backward, keep=keep)
         wire = moved * NS // (c.nic_bytes_s if load.far else c.link_bytes_s) + load.messages * c.message_ns
         exposed = max(0, wire - tiles // 2) if c.overlap else wire

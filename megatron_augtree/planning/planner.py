@@ -198,7 +198,8 @@ class _Search:
     def _blocks_and_lanes(self) -> Iterator[Choice]:
         """Fused candidates over degrees, copies, lanes and whether trees share a pass."""
         forced, limit = self.forced, self._limit()
-        degrees = sorted({1 << i for i in range(limit.bit_length()) if 1 << i <= limit} | {limit})
+        powers = {1 << i for i in range(limit.bit_length())}
+        degrees = sorted({d for d in range(1, limit + 1) if d in powers or self.world % d == 0} | {limit})
         if "degree" in forced:
             degrees = [forced["degree"] // forced.get("copies", 1)]
         degrees = [d for d in degrees if d % forced.get("lane_degree", 1) == 0]

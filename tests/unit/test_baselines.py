@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_augtree.config import MODES, AugTreeConfig, InfeasiblePlanError
@@ -117,7 +117,8 @@ BATCHES = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5))
 
 
 @settings(max_examples=25, deadline=None)
-@given(BATCHES, st.sampled_from((1, 2, 3, 4)), st.sampled_from(sorted(PRESETS)))
+@given(BATCHES, st.sampled_from((1, 2, 3, 4, 6)), st.sampled_from(sorted(PRESETS)))
+@example([(1, [808])], 6, "a100")  # three ranks, neither a power of two nor the pool
 def test_no_baseline_is_predicted_to_beat_the_chosen_plan(batch, world, cluster):
     # A single response shares nothing: its tree is one node.
     shared = forest(*[from_lengths(p, r) if len(r) > 1 else flat(p, *r) for p, r in batch])

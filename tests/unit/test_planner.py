@@ -158,13 +158,14 @@ def test_the_budget_is_never_exceeded(prompt, responses, world, factor):
 
 
 def test_a_tight_budget_finds_the_lean_plan_behind_fast_fat_ones():
-    """The fastest candidates hold a prompt copy a rank; only waves over one shared spine fit."""
-    shape = from_lengths(1000, [500] * 4)
+    """The fastest candidates hold a prompt copy a rank, and so do their variants; one shared spine fits."""
+    shape = from_lengths(64, [16] * 4)
     unit, prices = pairs_per_row(SMALL, preset("h100")), Prices(SMALL, preset("h100"))
-    waves = Choice(degree=4, phase="phased", waves=4, primitive="move_q", keep=False)
+    assert copies(plan_of(shape, 4)) == {4}
+    waves = Choice(degree=4, phase="phased", waves=2, keep=False)
     lean = price(build(waves, shape, 4, unit), prices).peak_bytes / GIB
     plan = plan_of(shape, 4, budget=lean)
-    assert plan.peak_bytes <= lean * GIB and {p.kind for p in plan.passes} >= {"replay"}
+    assert plan.peak_bytes <= lean * GIB and copies(plan) == {1} and "phased" in plan.note
 
 
 def test_an_impossible_budget_names_what_does_not_fit():
@@ -329,7 +330,7 @@ BY_PRICE = {
         from_lengths(15, [30, 44]), 4, lambda plan: copies(plan) == {2}, cluster="a100"
     ),
     "one long response is split, short ones are whole": Input(
-        from_lengths(64, [4096, 256, 200, 100]), 4, lambda plan: split(plan) == {1, 4}
+        from_lengths(2048, [4096, 512, 200, 100]), 4, lambda plan: split(plan) == {1, 4}
     ),
     "one response alone is split over all": Input(
         from_lengths(0, [8192]), 4, lambda plan: split(plan) == {4}
@@ -374,7 +375,7 @@ def test_chosen_by_price(name):
         unit = pairs_per_row(x.model, preset(x.cluster))
         budget = price(build(x.budget, x.shape, x.world, unit), prices).peak_bytes / GIB
     plan = plan_of(x.shape, x.world, model=x.model, cluster=x.cluster, budget=budget)
-    assert x.shows(plan), str(plan)
+    assert plan.mode == "augtree" and x.shows(plan), str(plan)
 
 
 def test_trees_of_different_size_get_blocks_of_their_own():
