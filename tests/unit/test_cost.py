@@ -140,7 +140,7 @@ def one_pass(rows: int, degree: int = 2, block: tuple[int, ...] | None = None, *
 
 
 def test_time_by_hand():
-    """One rank, no traffic: linear work, element-wise traffic, pairs, tiles and fixed costs, in integers."""
+    """One rank, no traffic: linear work, element-wise traffic, pairs, tiles and fixed costs, as integers."""
     c = preset("h100")
     loads = one_pass(100, degree=1)
     (load,) = loads.ranks
@@ -148,7 +148,9 @@ def test_time_by_hand():
     assert load.pairs == sum(range(1, 151))
     linear = (150 + c.gemm_half_rows) * MODEL.linear_flops * 10**9 // c.gemm_flops
     rows = 150 * MODEL.saved_bytes * 2
-    tiles = load.pairs * MODEL.pair_flops * 10**9 // c.attention_flops + load.tiles * c.tile_ns
+    # On a causal tile's diagonal a kernel takes up to `tile_rows` keys at once, half of them masked.
+    masked = 100 * min(100, c.tile_rows) // 2 + 50 * min(50, c.tile_rows) // 2
+    tiles = (load.pairs + masked) * MODEL.pair_flops * 10**9 // c.attention_flops + load.tiles * c.tile_ns
     vocab = (50 + c.gemm_half_rows) * MODEL.vocab_flops * 10**9 // c.gemm_flops
     forward = MODEL.layers * (linear + rows * 10**9 // c.row_bytes_s + tiles + c.layer_ns) + vocab + c.pass_ns
     assert PRICES.pass_ns(loads)[0] == forward
