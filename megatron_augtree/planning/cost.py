@@ -5,7 +5,7 @@ so that candidates are priced without compiling them. Times are integer nanoseco
 
     layer    = max over ranks of  linear(rows) + attention(pairs, tiles) + exposed traffic + fixed costs
     linear   = rows * linear_flops / gemm_flops * (1 + half_rows / rows) + element-wise traffic
-    exposed  = traffic that does not fit under the tiles (all of it without overlap) + stage_ns * stages
+    exposed  = traffic of a stage that does not fit under its tiles (all without overlap) + stage_ns * stages
     pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
 """
 
@@ -32,6 +32,7 @@ class RankLoad:
     Attributes:
         rows, scored: its rows, and those that reach the vocabulary.
         pairs: (query, key) pairs it computes.
+        early: those that need nothing received, leaves' own aside: computed while the first piece travels.
         triangles: rows of each of its causal tiles.
         tiles: attention calls, an estimate.
         kv_in, kv_out: key rows received and sent.
@@ -43,6 +44,7 @@ class RankLoad:
     rows: int
     scored: int
     pairs: int
+    early: int
     triangles: tuple[int, ...]
     tiles: int
     kv_in: int
@@ -111,8 +113,21 @@ class PassLoads:
             "rows": count(spans),
             "scored": sum(min(self.shape.scored[s.node], s.hi - s.lo) for s in spans),
             "pairs": sum(self.shape.area(*s) for s in spans),
+            "early": self._early(rank, own),
             "triangles": tuple(own.values()),
         }
+
+    def _early(self, rank: int, own: dict[int, int]) -> int:
+        """Pairs with keys that a rank holds itself, but for leaves' triangles: those are computed last."""
+        held = dict.fromkeys(range(len(self.shape.rows)), 0)
+        for state in self.states:
+            for s in state[rank]:
+                held[s.node] += s.hi - s.lo
+        pairs = 0
+        for node, n in own.items():
+            pairs += n * sum(own.get(a, 0) + held[a] for a in self.shape.ancestors[node])
+            pairs += n * (n + 1) // 2 + n * held[node] if self.shape.children[node] else 0
+        return pairs
 
     def _far(self, rank: int) -> bool:
         nodes = {r // self.node_ranks for r in self.p.block}
@@ -257,8 +272,16 @@ class Prices:
         tiles = (computed + load.tiles * c.tile_ns) * attention // 100
         moved = self.traffic_bytes(load, backward=backward, keep=keep)
         wire = moved * NS // (c.nic_bytes_s if load.far else c.link_bytes_s) + load.messages * c.message_ns
-        exposed = max(0, wire - tiles // 2) if c.overlap else wire
+        exposed = self._exposed(wire, tiles, load, stages) if c.overlap else wire
         return linear + tiles + exposed + stages * c.stage_ns + c.layer_ns * (2 if backward else 1)
+
+    def _exposed(self, wire: int, tiles: int, load: RankLoad, stages: int) -> int:
+        """Equal pieces: the first hides under the rank's own tiles, each later one under its forerunner's."""
+        if not stages:
+            return 0
+        first = tiles * load.early // max(load.pairs, 1)
+        piece, later = wire // stages, (tiles - first) // stages
+        return max(0, piece - first) + (stages - 1) * max(0, piece - later)
 
     def traffic_bytes(self, load: RankLoad, *, backward: bool, keep: bool) -> int:
         """Bytes that a rank sends or receives, whichever is more, in one layer."""

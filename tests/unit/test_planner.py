@@ -25,6 +25,8 @@ from tests.unit.forests import forest, shapes
 
 SMALL = ModelShape(4, 256, 1024, 4096, 4, 4, 64, 64)
 WIDE = ModelShape(4, 512, 2048, 4096, 8, 8, 64, 64, item_bytes=2)
+MHA = ModelShape(32, 4096, 11008, 32000, 32, 32, 128, 128, gated=True, item_bytes=2)
+GQA = ModelShape(28, 3584, 18944, 152064, 28, 4, 128, 128, gated=True, item_bytes=2)
 ONE = from_lengths(64, [16, 9, 30, 8, 24])
 TWO = forest(from_lengths(24, [8, 8, 20]), from_lengths(16, [40, 8, 9, 4]))
 DEEP = ForestShape((-1, 0, 1, 1, 0), (40, 30, 14, 22, 65), (0, 12, 14, 22, 65), (0, 0, 1, 1, 1))
@@ -357,6 +359,12 @@ BY_PRICE = {
         2,
         lambda plan: jobs(plan, "chunk") == {2},
         budget=Choice(degree=2, phase="phased", chunks=2, keep=False),
+    ),
+    "a gather in pieces hides more of itself": Input(
+        from_lengths(8192, [512] * 8), 4, lambda plan: {p.pieces for p in plan.passes} == {2}, model=MHA
+    ),
+    "a direct ring over two nodes": Input(
+        from_lengths(65536, [512] * 16), 16, lambda plan: primitives(plan) == {"move_kv"}, model=GQA
     ),
     "received keys are dropped where memory is short": Input(
         from_lengths(8192, [64] * 4),
