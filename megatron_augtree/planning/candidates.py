@@ -25,6 +25,7 @@ class Choice:
         copies: parts that every tree is cut into, a prompt copy each.
         phase: ``fused`` or ``phased``.
         chunks, waves: passes of the spine and of the leaves (phased).
+        small: of a phased plan's trees, those of at most so many rows stay fused: they fit as they are.
         primitive, pieces: how queries meet keys held elsewhere (of the waves, where phased).
         lane_degree: ranks of a lane; never more than `degree`.
         wide: longest leaves that are cut over the whole block.
@@ -37,6 +38,7 @@ class Choice:
     phase: str = "fused"
     chunks: int = 1
     waves: int = 1
+    small: int = 0
     primitive: str = "gather_kv"
     pieces: int = 1
     lane_degree: int = 1
@@ -50,6 +52,7 @@ class Choice:
         parts += [
             self.phase if self.phase == "fused" else f"phased ({self.chunks} chunks, {self.waves} waves)"
         ]
+        parts += [f"trees to {self.small} rows fused"] if self.small else []
         parts += [self.primitive + (f" in {self.pieces}" if self.primitive == "gather_kv" else "")]
         lanes = f"lanes of {self.lane_degree}" + (f", {self.wide} wide" if self.wide else "")
         parts += [lanes if self.degree > 1 else "", "" if self.together else "trees in turn"]
@@ -143,7 +146,8 @@ class _Maker:
         present = set(nodes)
         inner = [n for n in nodes if any(c in present for c in self.shape.children[n])]
         leaves = [n for n in nodes if n not in inner]
-        if self.choice.phase == "phased" and inner and leaves:
+        rows = sum(self.shape.rows[n] for n in nodes)
+        if self.choice.phase == "phased" and inner and leaves and rows > self.choice.small:
             self._phased(block, inner, leaves)
         else:
             index = self._pass(block, "fused", self._place(block, inner, leaves), ())

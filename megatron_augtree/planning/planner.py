@@ -237,22 +237,35 @@ class _Search:
         """Primitive and pieces, phases and waves, and giving up what was received, of a good candidate."""
         forced = self.forced
         variants = [choice]
+        if choice.phase == "fused" and forced.get("phase") != "fused" and any(self.shape.children):
+            variants += self._phased(choice)
         if choice.degree > 2 and "primitive" not in forced:
             variants += [replace(choice, pieces=k) for k in (2, 4) if k < choice.degree]
             variants.append(replace(choice, primitive="move_kv"))
-        if choice.phase == "fused" and forced.get("phase") != "fused" and any(self.shape.children):
-            chunk_counts = [forced["chunks"]] if "chunks" in forced else (1, 2)
-            wave_counts = [forced["waves"]] if "waves" in forced else (1, 2, 4, 8, 16)
-            primitives = [forced["primitive"]] if "primitive" in forced else ("gather_kv", "move_q")
-            for waves in (w for w in wave_counts if w <= max(1, len(self.leaves))):
-                for chunks in chunk_counts:
-                    for primitive in primitives if choice.degree > 1 else ("gather_kv",):
-                        variants.append(
-                            replace(choice, phase="phased", chunks=chunks, waves=waves, primitive=primitive)
-                        )
         for variant in variants:
             yield variant
             yield replace(variant, keep=False)
+
+    def _phased(self, choice: Choice) -> Iterator[Choice]:
+        """A fused candidate's phased relatives: all trees, or only the large ones of trees in turn."""
+        forced = self.forced
+        chunk_counts = [forced["chunks"]] if "chunks" in forced else (1, 2)
+        wave_counts = [forced["waves"]] if "waves" in forced else (1, 2, 4, 8, 16)
+        primitives = [forced["primitive"]] if "primitive" in forced else ("gather_kv", "move_q")
+        sizes = sorted(sum(self.shape.rows[n] for n in self.shape.subtree(root)) for root in self.shape.roots)
+        smalls = {0} if choice.together else {0, sizes[len(sizes) // 2], sizes[-2]}
+        for waves in (w for w in wave_counts if w <= max(1, len(self.leaves))):
+            for chunks in chunk_counts:
+                for primitive in primitives if choice.degree > 1 else ("gather_kv",):
+                    for small in sorted(smalls):
+                        yield replace(
+                            choice,
+                            phase="phased",
+                            chunks=chunks,
+                            waves=waves,
+                            primitive=primitive,
+                            small=small,
+                        )
 
     def _try(self, choice: Choice) -> Priced | None:
         """The price of a choice, or None where it is not what was forced."""
