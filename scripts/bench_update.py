@@ -4,8 +4,8 @@
 
 One launch a workload runs all modes in turn, round after round, so that drift of the machine hits all alike;
 a ratio is the median over rounds of (mode's step / augtree's step), with an 80 % interval from resampling the
-rounds. Peak memory is taken from a fresh process for each mode, by scripts/replay.py. The last row runs augtree
-under a budget of 1.1 x ring's measured peak, and is compared with the baselines that stay within it too.
+rounds. Peak memory is taken from a fresh process for each mode, by scripts/replay.py. The last row runs
+augtree under a budget of 1.1 x ring's measured peak, and is compared with the baselines that stay within it.
 """
 
 from __future__ import annotations
