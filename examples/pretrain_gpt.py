@@ -16,8 +16,8 @@ plays them through the model, Megatron's DDP adds the gradients up, and an optim
 
 from __future__ import annotations
 
+import argparse
 import functools
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ from megatron_augtree.mcore.arguments import (
 )
 from megatron_augtree.mcore.build import build_config, build_model
 from megatron_augtree.mcore.checkpoint import Checkpoint, Made, Progress, latest, made_for, save
-from megatron_augtree.mcore.launch import RankParser, agree, env_rank, run, start
+from megatron_augtree.mcore.launch import RankParser, agree, env_world, run, start
 from megatron_augtree.mcore.objective import Objective, add_loss_arguments, check_groups, loss_config
 from megatron_augtree.mcore.report import Report, StepRecord
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
@@ -145,7 +145,7 @@ class Job:
         checkpoint: what is loaded, or None.
     """
 
-    args: object
+    args: argparse.Namespace
     config: AugTreeConfig | None
     loss: LossConfig
     groups: tuple[Group, ...]
@@ -186,7 +186,7 @@ class Job:
         return "\n".join(lines)
 
 
-def prepare(args, world: int | None = None) -> Job:
+def prepare(args: argparse.Namespace, world: int | None = None) -> Job:
     """Reads and checks everything that can be without an exchange between ranks.
 
     Args:
@@ -201,7 +201,7 @@ def prepare(args, world: int | None = None) -> Job:
     check_flags(args, config)
     groups = tuple(load_groups(args))
     check_groups(groups, args.objective, loss)
-    world = world or int(os.environ.get("WORLD_SIZE", 1))
+    world = world or env_world()
     made = made_for(args, world)
     data = fingerprint(groups) + (f"/shuffled {args.seed}" if args.shuffle else "")
     checkpoint = latest(args.load) if args.load else None
@@ -218,7 +218,7 @@ def prepare(args, world: int | None = None) -> Job:
     return Job(args, config, loss, groups, world, made, data, checkpoint)
 
 
-def check_flags(args, config: AugTreeConfig | None) -> None:
+def check_flags(args: argparse.Namespace, config: AugTreeConfig | None) -> None:
     """Refuses values out of range, and flags that would do nothing.
 
     Raises:
@@ -259,7 +259,7 @@ def check_flags(args, config: AugTreeConfig | None) -> None:
         )
 
 
-def load_groups(args) -> list[Group]:
+def load_groups(args: argparse.Namespace) -> list[Group]:
     """The groups that the flags name.
 
     Raises:
@@ -342,10 +342,10 @@ class Trainer:
         job, args = self.job, self.job.args
         started = time.perf_counter()
         sequences = sum(len(group.responses) for group in batch.groups)
-        constant = args.loss_constant or float(max(sequences * self.longest, 1))
+        constant = args.loss_constant
+        if constant is None:
+            constant = float(max(sequences * self.longest, 1))
         objective = Objective(batch, args.objective, job.loss, constant)
-        if getattr(self.schedule, "trace", None) is not None:
-            self.schedule.trace.events.clear()
         # Both: Megatron's optimizer leaves param.grad an alias of DDP's buffer.
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -375,12 +375,6 @@ class Trainer:
     def save(self) -> str:
         """Writes a checkpoint; every rank calls it."""
         return save(self.job.args.save, self.job.made, self.progress, self.ddp.module, self.optimizer)
-
-    def write_trace(self) -> None:
-        """Writes the last step as a Chrome trace, one file a rank, where the flags ask for it."""
-        if self.job.config is not None and self.job.config.trace_dir:
-            os.makedirs(self.job.config.trace_dir, exist_ok=True)
-            self.schedule.trace.write(os.path.join(self.job.config.trace_dir, f"rank-{env_rank():05d}.json"))
 
 
 def train(job: Job, transport: Transport | None = None) -> tuple[list[StepRecord], Trainer]:
@@ -414,8 +408,8 @@ def train(job: Job, transport: Transport | None = None) -> tuple[list[StepRecord
         ):
             report.say(f"saved {trainer.save()}")
         batch = next(batches, None)
-    if records:
-        trainer.write_trace()
+    if records and isinstance(trainer.schedule, AugTreeSchedule):
+        trainer.schedule.write_trace()
     report.close()
     return records, trainer
 

@@ -85,12 +85,16 @@ class AugTreeConfig:
                 rule=f"the mode is one of {', '.join(MODES)}",
                 remedy="correct the spelling, or leave the flag out for stock Megatron",
             )
-        if self.degree < 0 or self.memory_budget_gib < 0 or self.min_shared_rows < 1:
+        # Written so that a budget of NaN fails too.
+        good = self.degree >= 0 and 0 <= self.memory_budget_gib < float("inf")
+        if not good or self.min_shared_rows < 1 or self.logit_chunk_mib < 1:
             raise AugTreeError(
                 "a setting is out of range",
                 values=f"--context-parallel-size {self.degree}, --augtree-memory-budget-gib "
-                f"{self.memory_budget_gib}, --augtree-min-shared-rows {self.min_shared_rows}",
-                rule="sizes and budgets are not negative, shared rows are at least 1",
+                f"{self.memory_budget_gib}, --augtree-min-shared-rows {self.min_shared_rows}, "
+                f"--augtree-logit-chunk-mib {self.logit_chunk_mib}",
+                rule="sizes and budgets are finite and not negative; shared rows and logit chunks are at "
+                "least 1",
                 remedy="correct the flag",
             )
 

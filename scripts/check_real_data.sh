@@ -13,7 +13,8 @@ data=${AUGTREE_DATA:-../shared/data}
 files=("$data"/{tau_airline,gsm8k_solutions,kv_retrieval_75}.jsonl.gz)
 failed=0
 for ranks in 2 4; do
-    torchrun --nproc-per-node "$ranks" scripts/check_real_data.py --data "${files[@]}" "$@" || failed=$((failed + 1))
+    torchrun --standalone --nproc-per-node "$ranks" scripts/check_real_data.py --data "${files[@]}" "$@" ||
+        failed=$((failed + 1))
 done
 if [ "$failed" -gt 0 ]; then
     echo "check_real_data: FAILED on $failed of 2 numbers of ranks after $SECONDS s"

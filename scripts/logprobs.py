@@ -138,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             values = score(fold(some, args.vocab_size))
             found += agree(lambda some=some, values=values: with_field(some, args.field, values))
             progress.update(len(some))
+    if isinstance(score, Scorer):
+        score.schedule.write_trace()
     if dist.get_rank() == 0:
         write_groups(args.output, found)
         tokens = sum(sum(r.loss_mask) for g in found for r in g.responses)

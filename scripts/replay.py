@@ -303,6 +303,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with clock("plan"):
         steps = (Unshared if args.context_parallel_mode == UNSHARED else Planned)(args, groups, ddp)
     replay(args, steps, ddp, optimizer, clock)
+    if isinstance(steps, Planned):
+        steps.schedule.write_trace()
 
 
 def replay(args: argparse.Namespace, steps: Planned | Unshared, ddp: DistributedDataParallel, optimizer: Any,

@@ -63,6 +63,7 @@ def replay_claims(steps: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 
 def main() -> int:
+    """Prints the claims; 1 where one does not hold."""
     parser = argparse.ArgumentParser(prog="report")
     parser.add_argument("--out", default="demo_out", help="the folder that train.py and verify.py wrote")
     out = parser.parse_args().out

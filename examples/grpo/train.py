@@ -138,6 +138,7 @@ def write(args: argparse.Namespace, run: common.Run, curve: list[dict[str, Any]]
 
 
 def main() -> None:
+    """Trains, evaluates, and writes the results on rank 0."""
     args = launch.agree(parse)
     settings = common.parse(["--lr", str(args.lr), "--clip-grad", "1.0", "--adam-beta2", "0.99"])
     build.initialize(settings, seed=args.seed)

@@ -93,6 +93,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Replays what train.py recorded, and writes the differences on rank 0."""
     args = launch.agree(parse)
     with open(os.path.join(args.out, "train.json"), encoding="utf-8") as file:
         training = json.load(file)

@@ -66,7 +66,7 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
 
     Args:
         dout: ``[T, H, D]`` gradient of the final output.
-        out: ``[T, H, D]`` final output, not rounded to the model's dtype.
+        out: ``[T, H, D]`` final output, as the kernels' backward is given it.
 
     Returns:
         ``[T, H]`` in the accumulation dtype.

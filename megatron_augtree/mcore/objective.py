@@ -105,17 +105,17 @@ def check_groups(groups: Sequence[Group], kind: str, loss: LossConfig) -> None:
     """
     if kind != "grpo":
         return
-    responses = [(group, response) for group in groups for response in group.responses]
+    scored = [(group, r) for group in groups for r in group.responses if any(r.loss_mask)]
     for group in groups:
         advantages_of(group, loss.advantage)
     for name, needed in (("old_logprobs", False), ("ref_logprobs", loss.kl_coef > 0)):
-        without = [group.name for group, response in responses if getattr(response, name) is None]
-        if without and (needed or len(without) < len(responses)):
+        without = [group.name for group, response in scored if getattr(response, name) is None]
+        if without and (needed or len(without) < len(scored)):
             raise InputError(
                 "the loss lacks a field of the groups"
                 if needed
                 else "some responses have a field and others do not",
-                values=f"{name}: {len(without)} of {len(responses)} responses have none, the first in group "
+                values=f"{name}: {len(without)} of {len(scored)} responses have none, the first in group "
                 f"{without[0]}" + (f"; kl_coef {loss.kl_coef}" if needed else ""),
                 rule="a KL term needs reference log-probs" if needed else "every response has it or none",
                 remedy="write it for all of them with scripts/logprobs.py"
@@ -151,6 +151,8 @@ class Objective:
         counts = [len(rows) for rows in self.batch.forest.logical]
         self._denominators = Denominators(sum(counts), sum(n > 0 for n in counts), self.constant)
         self._rows = {}
+        # Before any exchange, and for the whole step: a call sees only some of its sequences.
+        check_groups(self.batch.groups, self.kind, self.loss)
         if self.kind == "grpo":
             advantages = [a for group in self.batch.groups for a in advantages_of(group, self.loss.advantage)]
             for number, (group, index) in enumerate(responses):
@@ -169,18 +171,9 @@ class Objective:
         return policy_loss(logprobs, rows, self._denominators, self.loss, entropy)
 
     def _column(self, index: tuple[int, ...], name: str, like: Tensor) -> Tensor | None:
-        """[N] one field of some sequences; None where no response of the step has it."""
+        """[N] one field of some sequences; None where no scored response of the step has it."""
         parts = [self._rows[number][name] for number in index]
-        if all(part is None for part in parts):
-            return None
-        if any(part is None for part in parts):
-            raise InputError(
-                "some responses have a field and others do not",
-                values=f"{name}",
-                rule="within one step, either every response has it or none",
-                remedy="write it for all of them, for instance with scripts/logprobs.py",
-            )
-        return torch.cat(parts).to(like.device)
+        return None if parts[0] is None else torch.cat(parts).to(like.device)
 
 
 def advantages_of(group: Group, how: str) -> list[float]:

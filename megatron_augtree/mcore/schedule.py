@@ -8,11 +8,13 @@ share and metrics.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.sampler import StepBatch
-from megatron_augtree.runtime.engine import Engine, LossFn, StepResult
+from megatron_augtree.runtime.engine import Engine, LossFn, ModelFn, SequenceValues, StepResult
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.logprob import row_values
 from megatron_augtree.runtime.trace import Trace
@@ -60,7 +62,7 @@ class AugTreeSchedule:
         entropy: values hold a second column, the entropy of each row.
         transport: the pool; None makes one on Megatron's data-parallel group with context parallelism.
         last: the result of the last step played.
-        trace: spans of the steps, where `config.trace_dir` asks for them.
+        trace: spans of the last step, where `config.trace_dir` asks for them; see `write_trace`.
     """
 
     config: AugTreeConfig
@@ -69,7 +71,7 @@ class AugTreeSchedule:
     transport: Transport | None = None
     last: StepResult | None = None
     trace: Trace | None = None
-    _engines: dict[int, tuple[StepBatch, Engine]] = field(default_factory=dict)
+    _known: tuple[StepBatch, Engine] | None = None
 
     def __post_init__(self) -> None:
         if self.transport is None:
@@ -83,12 +85,7 @@ class AugTreeSchedule:
         forward_step_func: Callable,
         data_iterator: Iterator[StepBatch],
         model: Any,
-        num_microbatches: int = 1,
-        seq_length: int = 0,
-        micro_batch_size: int = 1,
-        decoder_seq_length: int | None = None,
         forward_only: bool = False,
-        collect_non_loss_data: bool = False,
         collect: bool = False,
         **megatron: Any,
     ) -> list[dict]:
@@ -100,15 +97,17 @@ class AugTreeSchedule:
             model: the model, or a list of one (no virtual pipeline).
             forward_only: no backward.
             collect: keep the values of all logical rows in `last.values`.
+            megatron: what else Megatron passes to a schedule: the plan says what it would.
 
         Returns:
             A list of one dictionary: the loss and its metrics, the same on every rank.
         """
         chunk = _only_chunk(model)
         batch = next(data_iterator)
-        engine = self._engine(batch)
-        call = _PassCall(self, forward_step_func, chunk, batch)
-        engine.model = call.run
+        call = _PassCall(self, forward_step_func, chunk)
+        engine = self._engine(batch, call.run)
+        if self.trace is not None:
+            self.trace.events.clear()
         self.last = engine.play(
             call.loss, forward_only=forward_only, collect=collect, scale=_grad_scale(chunk)
         )
@@ -116,11 +115,18 @@ class AugTreeSchedule:
             finalize_gradients(chunk, self.transport)
         return [{"loss": self.last.loss, **self.last.metrics}]
 
-    def _engine(self, batch: StepBatch) -> Engine:
-        """The engine of a step; one that was played before keeps its compiled programs."""
-        known = self._engines.get(id(batch))
-        if known is not None and known[0] is batch:
-            return known[1]
+    def write_trace(self) -> None:
+        """Write the last step as a Chrome trace, one file a process, where `config.trace_dir` asks for it."""
+        if self.trace is not None:
+            os.makedirs(self.config.trace_dir, exist_ok=True)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.trace.write(os.path.join(self.config.trace_dir, f"rank-{rank:05d}.json"))
+
+    def _engine(self, batch: StepBatch, model: ModelFn) -> Engine:
+        """The engine of a step; the one that was played last keeps its compiled programs."""
+        if self._known is not None and self._known[0] is batch:
+            self._known[1].model = model
+            return self._known[1]
         compare_ranks(self.transport, batch)
         device = (
             torch.device("cuda", torch.cuda.current_device())
@@ -130,13 +136,13 @@ class AugTreeSchedule:
         engine = Engine(
             batch.plan,
             batch.forest,
-            None,
+            model,
             self.transport,
             get_kernel(self.config.kernel, device),
             device,
             self.trace,
         )
-        self._engines = {id(batch): (batch, engine)}
+        self._known = batch, engine
         return engine
 
 
@@ -147,7 +153,6 @@ class _PassCall:
     schedule: AugTreeSchedule
     forward_step_func: Callable
     model: torch.nn.Module
-    batch: StepBatch
     loss_fn: LossFn | None = None
 
     def run(self, local: LocalRows, context: PassContext) -> Tensor:
@@ -167,7 +172,7 @@ class _PassCall:
         output, self.loss_fn = self.forward_step_func(iter([micro]), self.model)
         return output.squeeze(0)
 
-    def loss(self, values) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, values: SequenceValues) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss function that the forward step returned; none gives zero."""
         if self.loss_fn is None:
             return values.values.sum() * 0, {}

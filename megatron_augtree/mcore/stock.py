@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_augtree.mcore.sampler import StepBatch, sequences_of
 from megatron_augtree.mcore.schedule import MicroBatch, compare_ranks
 from megatron_augtree.planning.tree import TokenSequence
-from megatron_augtree.runtime.engine import LossFn, SequenceValues
+from megatron_augtree.runtime.engine import LossFn, SequenceValues, reduce_metric
 from megatron_augtree.runtime.logprob import row_values
 from megatron_augtree.runtime.transport import DistTransport
 
@@ -114,8 +114,7 @@ class StockSchedule:
         for text in self.transport.same(json.dumps(found)):
             for metrics in json.loads(text):
                 for name, value in metrics.items():
-                    kind = {"min/": min, "max/": max}.get(name[:4], lambda a, b: a + b)
-                    total[name] = kind(total[name], value) if name in total else value
+                    total[name] = reduce_metric(name, total.get(name), value)
         return total
 
 

@@ -1,11 +1,11 @@
 """The peers as planners over the same executor. Each variant is named; none is made weaker than it is.
 
-=========================  ===================================================================================
-``ring``                   ring context parallelism: a micro-batch a response, prompt recomputed, nothing
-shared ``ring-reuse``             one packed zigzag pass a group: prompt once, all keys and values ringed
-``ring-reuse-per-response``  prompt once, then each response ringed, the prompt's keys and values rotating
-again ``gather-reuse``           one packed zigzag pass a group, keys and values gathered in one piece
-=========================  ===================================================================================
+===========================  =================================================================================
+``ring``                     ring context parallelism: a pass a response, prompt recomputed, nothing shared
+``ring-reuse``               one packed zigzag pass a group: prompt once, all keys and values ringed
+``ring-reuse-per-response``  prompt once, then each response ringed, the prompt's keys and values again
+``gather-reuse``             one packed zigzag pass a group, keys and values gathered in one piece
+===========================  =================================================================================
 
 Replicas of `degree` ranks take groups in turn, as data parallelism does.
 """

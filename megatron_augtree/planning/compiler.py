@@ -84,8 +84,7 @@ def compile_pass(
         states: (pass, its placement on this block) of the passes whose keys and values this one uses.
         primitive: ``gather_kv`` in `pieces` pieces, ``move_kv`` (as many pieces as remote ranks: the direct
             ring), ``move_q`` (queries go to prompt state and partial results come back), ``ring`` (whole
-            shards,
-            hop by hop: baselines), ``local`` (nothing may have to move).
+            shards, hop by hop: baselines), ``local`` (nothing may have to move).
         pieces: stages that the gather is cut into.
 
     Returns:
@@ -148,8 +147,8 @@ class _Block:
         """All keys and values that live on a rank."""
         return [*self.state[rank], *self.home[rank]]
 
-    def needed(self, src: int, dst: int, keys: Sequence[Held]) -> list[Held]:
-        """Those keys of `src` that some query of `dst` sees."""
+    def needed(self, dst: int, keys: Sequence[Held]) -> list[Held]:
+        """Those keys that some query of `dst` sees."""
         return [
             k
             for k in keys
@@ -255,7 +254,7 @@ def _gather(block: _Block, pieces: int) -> Program:
                 ((rank - shift) % world, block.owned((rank - shift) % world))
                 for shift in range(lo + 1, hi + 1)
             ]
-            sources = [(src, block.needed(src, rank, keys)) for src, keys in sources]
+            sources = [(src, block.needed(rank, keys)) for src, keys in sources]
             transfers, landed = _fetch(block, f"kv/{piece}", rank, [s for s in sources if s[1]])
             stages[piece][0].extend(transfers)
             stages[piece + 1][1][rank] += block.full_tiles(block.home[rank], landed)
@@ -272,7 +271,7 @@ def _move_q(block: _Block) -> Program:
         stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(
             rank
         )
-        keys = [(src, block.needed(src, rank, block.home[src])) for src in others]
+        keys = [(src, block.needed(rank, block.home[src])) for src in others]
         transfers, landed = _fetch(block, "kv/0", rank, [s for s in keys if s[1]])
         stages[0][0].extend(transfers)
         stages[1][1][rank] += block.full_tiles(block.home[rank], landed)

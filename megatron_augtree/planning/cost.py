@@ -38,7 +38,7 @@ class RankLoad:
         kv_in, kv_out: key rows received and sent.
         q_in, q_out: query rows received and sent (``move_q``).
         messages: messages sent in the forward.
-        far: whether any of its traffic crosses nodes.
+        far: whether its block spans nodes.
     """
 
     rows: int
@@ -129,9 +129,10 @@ class PassLoads:
             pairs += n * (n + 1) // 2 + n * held[node] if self.shape.children[node] else 0
         return pairs
 
-    def _far(self, rank: int) -> bool:
-        nodes = {r // self.node_ranks for r in self.p.block}
-        return len(nodes) > 1
+    @property
+    def _far(self) -> bool:
+        """A block that spans nodes is priced by the path between them."""
+        return len({rank // self.node_ranks for rank in self.p.block}) > 1
 
     def _tiles(self, rank: int, sources: int) -> int:
         """Own triangles, and a tile a source for the shared nodes and for every other node cut over ranks."""
@@ -160,7 +161,7 @@ class PassLoads:
                 q_in=0,
                 q_out=0,
                 messages=sum(any(f) for f in flows[r]),
-                far=self._far(r),
+                far=self._far,
             )
             for r in range(self.world)
         ]
@@ -181,7 +182,7 @@ class PassLoads:
                     q_in=0,
                     q_out=0,
                     messages=sum(x > 0 for x in passing),
-                    far=self._far(r),
+                    far=self._far,
                 )
             )
         return loads
@@ -211,7 +212,7 @@ class PassLoads:
                     q_in=q_in,
                     q_out=q_out,
                     messages=sent + back,
-                    far=self._far(r),
+                    far=self._far,
                 )
             )
         return loads
@@ -262,7 +263,7 @@ class Prices:
         """Masked pairs that a kernel computes on the diagonals of causal tiles."""
         return sum(rows * min(rows, self.cluster.tile_rows) // 2 for rows in load.triangles)
 
-    def layer_ns(self, load: RankLoad, stages: int, *, backward: bool, keep: bool, primitive: str) -> int:
+    def layer_ns(self, load: RankLoad, stages: int, *, backward: bool, keep: bool) -> int:
         """One layer of one rank, forward or backward."""
         c, m = self.cluster, self.model
         gemm, attention = (c.gemm_backward_pct, c.attention_backward_pct) if backward else (100, 100)
@@ -305,9 +306,7 @@ class Prices:
         for backward in (False, True):
             slowest = 0
             for load in loads.ranks:
-                layer = self.layer_ns(
-                    load, loads.stages, backward=backward, keep=p.keep, primitive=p.primitive
-                )
+                layer = self.layer_ns(load, loads.stages, backward=backward, keep=p.keep)
                 vocab = self.linear_ns(load.scored, m.vocab_flops) * (2 if backward else 1)
                 slowest = max(slowest, m.layers * layer + vocab)
             times.append(slowest + c.pass_ns)

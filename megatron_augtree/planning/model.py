@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,3 @@ class ModelShape:
         attention = self.q_heads * (self.v_dim + 1)
         wide = 8 * self.hidden + 5 * self.ffn if self.gated else 6 * self.hidden + 2 * self.ffn
         return (wide + 2 * qkv) * self.item_bytes + attention * self.accum_bytes
-
-    def to_json(self) -> dict:
-        return asdict(self)

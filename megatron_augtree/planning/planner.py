@@ -97,9 +97,9 @@ def make_plan(
 
 def pairs_per_row(model: ModelShape, cluster: Cluster) -> int:
     """What a row's linear and element-wise layers cost, in attention pairs of this machine."""
-    pair = model.pair_flops * NS // cluster.attention_flops or 1
-    row = model.linear_flops * NS // cluster.gemm_flops + 2 * model.saved_bytes * NS // cluster.row_bytes_s
-    return max(1, row // pair)
+    row_ns = model.linear_flops * NS // cluster.gemm_flops + 2 * model.saved_bytes * NS // cluster.row_bytes_s
+    # One division: a pair takes an accelerator a small part of a nanosecond.
+    return max(1, row_ns * cluster.attention_flops // (model.pair_flops * NS))
 
 
 class _Search:
@@ -114,6 +114,7 @@ class _Search:
         self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
     def run(self, tree_groups: Sequence[int]) -> Priced:
+        """The cheapest plan that fits; errors and arguments as for `make_plan`."""
         if not self.shape.rows:
             return Priced(Plan(self.world, "augtree", self.shape, (), (), "nothing to compute"), 0, 0)
         self._check_forced()
@@ -144,30 +145,29 @@ class _Search:
         forced, limit = self.forced, self._limit()
         degree, copies = forced.get("degree", limit), forced.get("copies", 1)
         lane = forced.get("lane_degree", 1)
-        wrong = (degree > limit, "degree is at most --context-parallel-size (the pool if not given)")
-        if not wrong[0]:
-            wrong = (degree % copies, "copies divides degree: each copy gets degree / copies ranks")
-        if not wrong[0]:
-            wrong = (
-                lane > degree // copies or degree // copies % lane,
-                "lane_degree divides degree / copies",
-            )
-        waiting = {"waves", "chunks"} & forced.keys() or forced.get("primitive") == "move_q"
-        if not wrong[0]:
-            wrong = (
-                bool(waiting) and forced.get("phase", "phased") != "phased",
-                "waves, chunks and move_q belong to phase=phased",
-            )
-        if not wrong[0] and (waiting or forced.get("phase") == "phased"):
-            inner = any(self.shape.children)
-            wrong = (not inner, "a phased plan needs a shared prompt: a node with leaves below it")
-        if not wrong[0]:
-            wrong = (
-                forced.get("primitive") == "local" and degree // copies > 1,
+        phase, ranks = forced.get("phase"), degree // copies
+        waiting = self._forces_waves()
+        rules = (
+            (degree > limit, "degree is at most --context-parallel-size (the pool if not given)"),
+            (degree % copies, "copies divides degree: each copy gets degree / copies ranks"),
+            (lane > ranks or ranks % lane, "lane_degree divides degree / copies"),
+            (waiting and phase == "fused", "waves, chunks and move_q belong to phase=phased"),
+            (
+                (waiting or phase == "phased") and not any(self.shape.children),
+                "a phased plan needs a shared prompt: a node with leaves below it",
+            ),
+            (
+                forced.get("primitive") == "local" and ranks > 1,
                 "primitive=local needs blocks of one rank (degree = copies)",
-            )
-        if wrong[0]:
-            raise self._refusal(str(wrong[1]))
+            ),
+        )
+        for broken, rule in rules:
+            if broken:
+                raise self._refusal(rule)
+
+    def _forces_waves(self) -> bool:
+        """Whether something is forced that only a phased plan has."""
+        return bool({"waves", "chunks"} & self.forced.keys()) or self.forced.get("primitive") == "move_q"
 
     def _refusal(self, rule: str) -> InfeasiblePlanError:
         return InfeasiblePlanError(
@@ -203,11 +203,7 @@ class _Search:
         if "degree" in forced:
             degrees = [forced["degree"] // forced.get("copies", 1)]
         degrees = [d for d in degrees if d % forced.get("lane_degree", 1) == 0]
-        phased = (
-            forced.get("phase") == "phased"
-            or {"waves", "chunks"} & forced.keys()
-            or forced.get("primitive") == "move_q"
-        )
+        phased = forced.get("phase") == "phased" or self._forces_waves()
         base = Choice(
             degree=1,
             phase="phased" if phased else "fused",

@@ -153,6 +153,7 @@ def reverse(program: Program, *, keep: bool) -> Program:
     if program.backward:
         raise AugTreeError(
             "cannot reverse a backward program",
+            values=f"a backward program of {len(program.stages)} stages on {program.world} ranks",
             rule="reverse takes a forward program",
             remedy="keep the forward program and reverse it once",
         )
@@ -177,15 +178,15 @@ def reverse(program: Program, *, keep: bool) -> Program:
 
 
 def _fetch_again(program: Program, stages: list) -> list:
-    last_use: dict[tuple[int, str], int] = {}
+    first_use: dict[tuple[int, str], int] = {}
     for index, (_, tiles) in enumerate(stages):
         for rank, mine in enumerate(tiles):
             for tile in mine:
-                last_use.setdefault((rank, tile.kv.buffer), index)
+                first_use.setdefault((rank, tile.kv.buffer), index)
     idle = tuple(() for _ in range(program.world))
     again: dict[int, list[Transfer]] = {}
     for transfer in _owned(program):
-        first = last_use.get((transfer.dst, transfer.sink.buffer))
+        first = first_use.get((transfer.dst, transfer.sink.buffer))
         if first is not None:
             again.setdefault(first - 1, []).append(transfer)
     if -1 in again:

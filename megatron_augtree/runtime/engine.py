@@ -106,7 +106,7 @@ class Engine:
                 rule="a plan is played with the groups and on the pool that it was made for",
                 remedy="plan again, or load the plan that belongs to these groups",
             )
-        self._layouts = [PassLayout(self.plan, p, self.forest) for p in self.plan.passes]
+        self._layouts = [PassLayout(p, self.forest) for p in self.plan.passes]
         self._sequences = SequenceLayout(self.plan, self.forest, self._layouts)
         self._backward: dict[int, Program] = {}
 
@@ -167,6 +167,7 @@ class _Run:
         self.dtype = torch.float64
 
     def forward(self, p: Pass) -> None:
+        """Run the model over a pass; sequences that it completes go to the loss at once."""
         engine, layout = self.engine, self.engine._layouts[p.id]
         hosts = engine.transport.hosts(p.block)
         local = layout.local(hosts, engine.device)
@@ -204,22 +205,26 @@ class _Run:
         out = torch.empty((len(passes), self.width), dtype=self.dtype, device=self.engine.device)
         for pass_id in np.unique(passes):
             where = np.flatnonzero(passes == pass_id)
-            out[torch.as_tensor(where)] = self.played[int(pass_id)].values[torch.as_tensor(slots[where])]
+            out[self._index(where)] = self.played[int(pass_id)].values[self._index(slots[where])]
         return out
 
     def _write(self, passes: np.ndarray, slots: np.ndarray, gradient: Tensor) -> None:
         for pass_id in np.unique(passes):
             where = np.flatnonzero(passes == pass_id)
             self.played[int(pass_id)].gradient.index_add_(
-                0, torch.as_tensor(slots[where]), gradient[torch.as_tensor(where)]
+                0, self._index(slots[where]), gradient[self._index(where)]
             )
+
+    def _index(self, numbers: np.ndarray) -> Tensor:
+        return torch.as_tensor(numbers, device=self.engine.device)
 
     def _count(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         self.loss += float(loss.detach())
         for name, value in metrics.items():
-            self.metrics[name] = _reduce(name, self.metrics.get(name), float(value))
+            self.metrics[name] = reduce_metric(name, self.metrics.get(name), float(value))
 
     def backward(self, p: Pass) -> None:
+        """Send a pass's gradients through its graph, and forget it."""
         played = self.played.pop(p.id)
         if not self.forward_only:
             layout = self.engine._layouts[p.id]
@@ -237,13 +242,14 @@ class _Run:
         return trace.span(rank, f"{p.kind} {p.id} {name}", "pass") if trace is not None else nullcontext()
 
     def result(self, collect: bool) -> StepResult:
+        """Loss and metrics over all ranks."""
         transport = self.engine.transport
         loss, metrics = 0.0, {}
         for text in transport.same(json.dumps([self.loss, self.metrics])):
             share, found = json.loads(text)
             loss += share
             for name, value in found.items():
-                metrics[name] = _reduce(name, metrics.get(name), value)
+                metrics[name] = reduce_metric(name, metrics.get(name), value)
         return StepResult(loss, metrics, self._collect() if collect else None)
 
     def _collect(self) -> Tensor:
@@ -256,7 +262,8 @@ class _Run:
         return self.engine.transport.total(dense)
 
 
-def _reduce(name: str, old: float | None, new: float) -> float:
+def reduce_metric(name: str, old: float | None, new: float) -> float:
+    """Two shares of a metric as one: the smaller, the larger or the sum, as its name says; see `LossFn`."""
     if old is None:
         return new
     if name.startswith("min/"):

@@ -71,7 +71,7 @@ class LocalRows:
 class PassLayout:
     """Rows and scored rows of one pass on every rank of its block."""
 
-    def __init__(self, plan: Plan, p: Pass, forest: Forest) -> None:
+    def __init__(self, p: Pass, forest: Forest) -> None:
         self.forest = forest
         self.rows = [rows_of(forest.shape, spans) for spans in p.placement]
         self.scored = [rows[forest.scored[rows]] for rows in self.rows]

@@ -8,6 +8,7 @@ arrived. The backward plays the reversed program in the same loop. A process may
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -218,15 +219,7 @@ def _span(context: PassContext, rank: int, name: str):
     return trace.span(context.block[rank], name, "attention") if trace is not None else _NO_SPAN
 
 
-class _NoSpan:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error) -> None:
-        pass
-
-
-_NO_SPAN = _NoSpan()
+_NO_SPAN = nullcontext()  # one for all stages: it is entered in every layer
 
 
 def _forward_tiles(

@@ -54,7 +54,10 @@ def test_an_unknown_mode_names_flag_value_and_choices(mode):
     [
         ("degree", -1, "--context-parallel-size -1"),
         ("memory_budget_gib", -0.5, "--augtree-memory-budget-gib -0.5"),
+        ("memory_budget_gib", float("nan"), "--augtree-memory-budget-gib nan"),
+        ("memory_budget_gib", float("inf"), "--augtree-memory-budget-gib inf"),
         ("min_shared_rows", 0, "--augtree-min-shared-rows 0"),
+        ("logit_chunk_mib", 0, "--augtree-logit-chunk-mib 0"),
     ],
 )
 def test_out_of_range(field, value, text):

@@ -170,7 +170,6 @@ def test_bytes_of_a_model_by_hand():
     assert MODEL.linear_flops == 2 * (32 * qkv + 4 * 6 * 32 + 2 * 32 * 64)
     assert replace(MODEL, gated=True).linear_flops == MODEL.linear_flops + 2 * 32 * 64
     assert MODEL.saved_bytes == (6 * 32 + 2 * qkv + 2 * 64) * 2 + 4 * 7 * 4
-    assert ModelShape(**MODEL.to_json()) == MODEL
 
 
 @pytest.mark.parametrize("name", PRESETS)

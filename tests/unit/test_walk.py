@@ -73,7 +73,7 @@ def test_the_plans_check():
 
 def test_what_each_rank_gets():
     """Spine rows first, then leaf rows; targets only where a loss is."""
-    layout = PassLayout(FUSED, FUSED.passes[0], FOREST)
+    layout = PassLayout(FUSED.passes[0], FOREST)
     inputs = [[14, 15, 22], [10, 13, 20, 21], [15, 30], [11, 12, 15, 40, 41]]
     positions = [[4, 5, 8], [0, 3, 6, 7], [5, 6], [1, 2, 5, 6, 7]]
     targets = [[20, 23], [21, 22], [30, 31], [40, 41, 42]]
@@ -111,7 +111,7 @@ def test_what_each_rank_gets():
 def test_where_a_token_goes(sequence, token, place):
     rank, index = place
     assert locate(FUSED, FOREST, sequence, token) == [Place(0, rank, index)]
-    local = PassLayout(FUSED, FUSED.passes[0], FOREST).local([rank], torch.device("cpu"))
+    local = PassLayout(FUSED.passes[0], FOREST).local([rank], torch.device("cpu"))
     tokens = [*P, *(A, B, C)[sequence]]
     assert (local.inputs[index], local.positions[index]) == (tokens[token - 1], token - 1)
     assert FOREST.targets[local.rows[index]] == tokens[token]
@@ -135,7 +135,7 @@ def test_where_a_token_goes_in_phases_and_copies():
 )
 def test_whole_sequences_come_back(plan, completed):
     """The vectorised twin: slots of a sequence's logical rows, in token order, in its own job's passes."""
-    layouts = [PassLayout(plan, p, FOREST) for p in plan.passes]
+    layouts = [PassLayout(p, FOREST) for p in plan.passes]
     sequences = SequenceLayout(plan, FOREST, layouts)
     assert sequences.completed == completed
     for number, response in enumerate((A, B, C)):
@@ -154,8 +154,8 @@ def test_a_plan_that_lacks_a_sequences_rows():
         (Event("forward", 0), Event("backward", 0)),
     )
     short = Plan(1, "augtree", other.shape, (Pass(0, 0, "fused", (0,), ((Span(0, 0, 7),),)),), plan.events)
-    whole = SequenceLayout(plan, other, [PassLayout(plan, plan.passes[0], other)])
+    whole = SequenceLayout(plan, other, [PassLayout(plan.passes[0], other)])
     assert np.array_equal(whole.places(0)[1], np.arange(4))
-    broken = SequenceLayout(short, other, [PassLayout(short, short.passes[0], other)])
+    broken = SequenceLayout(short, other, [PassLayout(short.passes[0], other)])
     with pytest.raises(InputError, match="does not hold"):
         broken.places(0)
