@@ -173,11 +173,12 @@ class Plan:
                 remedy="write the plan again with this version",
             ) from error
 
-    def check(self, *, pairs: bool = False) -> None:
+    def check(self, *, pairs: bool = False, budget_bytes: int = 0) -> None:
         """Assert that the plan computes every row and every pair and can be played.
 
         Args:
             pairs: also compile every pass and check its program.
+            budget_bytes: limit of the predicted peak; 0 is no limit.
 
         Raises:
             AugTreeError: the first broken rule.
@@ -189,6 +190,11 @@ class Plan:
         missing = [n for n, ends in enumerate(self.shape.ends) if ends and n not in self.job_of_node]
         _require(not missing, "every sequence's last node is in a job", f"nodes {missing[:8]} are in none")
         _check_events(self)
+        _require(
+            not budget_bytes or self.peak_bytes <= budget_bytes,
+            "the predicted peak is within the budget",
+            f"{self.peak_bytes} of {budget_bytes} bytes",
+        )
         if pairs:
             for p in self.passes:
                 check(self.program(p.id), sum(self.shape.area(*s) for spans in p.placement for s in spans))

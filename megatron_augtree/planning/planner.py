@@ -21,7 +21,7 @@ from megatron_augtree.planning.plan import Plan, with_note
 from megatron_augtree.planning.tree import ForestShape
 
 #: Baselines that are candidates too: those whose forest the planner has.
-_CANDIDATE_BASELINES = ("gather-reuse", "ring-reuse")
+_CANDIDATE_BASELINES = ("gather-reuse", "ring-reuse", "ring-reuse-per-response")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def make_plan(
         if config.mode == "augtree" and best.peak_bytes > search.budget:
             raise search.over_budget(best)
     plan = with_note(best.plan, best.plan.note, best.time_ns / NS, best.peak_bytes, cluster.digest())
-    plan.check()
+    plan.check(budget_bytes=search.budget if config.mode == "augtree" else 0)
     return plan
 
 

@@ -333,3 +333,11 @@ def test_nothing_to_compute():
     assert plan.passes == () and plan.events == () and plan.seconds == 0
     plan.check(pairs=True)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_predicted_peak_is_held_against_a_budget():
+    plan = replace(phased(), peak_bytes=1001)
+    plan.check(budget_bytes=1001)
+    plan.check()
+    with pytest.raises(AugTreeError, match="1001 of 1000 bytes"):
+        plan.check(budget_bytes=1000)
