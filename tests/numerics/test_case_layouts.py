@@ -11,6 +11,7 @@ from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError, InputErr
 from megatron_augtree.mcore import schedule as schedule_module
 from megatron_augtree.mcore.sampler import GroupSampler, model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule
+from megatron_augtree.planning.cluster import preset
 from megatron_augtree.runtime.engine import Engine
 from megatron_augtree.runtime.layout import locate, rows_of
 from megatron_augtree.runtime.prompt_state import PromptState
@@ -147,9 +148,10 @@ def test_case_54_the_memory_budget_holds_and_an_impossible_one_names_the_item(la
     free = plan_step(groups, model, 2, AugTreeConfig()).plan
     seen = set()
     for share in (0.9, 0.7, 0.5):
-        budget = free.peak_bytes * share / 2**30
-        plan = plan_step(groups, model, 2, AugTreeConfig(memory_budget_gib=budget)).plan
-        assert plan.peak_bytes <= free.peak_bytes * share
+        base = preset("cpu").base_bytes  # a step's own, whatever its rows
+        budget = base + (free.peak_bytes - base) * share
+        plan = plan_step(groups, model, 2, AugTreeConfig(memory_budget_gib=budget / 2**30)).plan
+        assert plan.peak_bytes <= budget
         seen.add(plan.note)
     assert free.note not in seen
     with pytest.raises(InfeasiblePlanError, match="the longest sequence has 999 rows"):
