@@ -16,11 +16,14 @@ plays them through the model, Megatron's DDP adds the gradients up, and an optim
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import argparse
 import functools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +32,10 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError, UnsupportedError
-from megatron_augtree.data.groups import Group, fingerprint, fold, parse_range, read_groups, truncate
-from megatron_augtree.data.tokenizer import ByteTokenizer
+from megatron_augtree.data import groups as group_files
+from megatron_augtree.data.groups import Group
+from megatron_augtree.data.tokenizer import TOKENIZERS
+from megatron_augtree.mcore import launch, objective
 from megatron_augtree.mcore.arguments import (
     add_augtree_arguments,
     add_model_arguments,
@@ -39,41 +44,19 @@ from megatron_augtree.mcore.arguments import (
 )
 from megatron_augtree.mcore.build import build_config, build_model
 from megatron_augtree.mcore.checkpoint import Checkpoint, Made, Progress, latest, made_for, save
-from megatron_augtree.mcore.launch import RankParser, agree, env_world, run, start
-from megatron_augtree.mcore.objective import Objective, add_loss_arguments, check_groups, loss_config
+from megatron_augtree.mcore.launch import RankParser, agree, env_world
 from megatron_augtree.mcore.report import Report, StepRecord
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.stock import StockSchedule
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_model
+from megatron_augtree.mcore.weights import check_folder
 from megatron_augtree.rl.losses import LossConfig
 from megatron_augtree.runtime.transport import Transport
-
-
-class NullTokenizer:
-    """For files of token ids: text is an error."""
-
-    vocab_size = 1 << 62
-    end_of_text = 0
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Refuses; the reader adds file, line and field."""
-        raise InputError(
-            "text where token ids are expected",
-            values="a string",
-            rule="--tokenizer-type NullTokenizer reads token ids only",
-            remedy="use --tokenizer-type ByteTokenizer",
-        )
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The ids as text."""
-        return " ".join(map(str, tokens))
-
 
 STOCK = (
     "no --context-parallel-mode: stock Megatron, dense attention, one sequence a micro-batch, nothing shared"
 )
-TOKENIZERS = {"NullTokenizer": NullTokenizer, "ByteTokenizer": ByteTokenizer}
 
 
 def parser() -> RankParser:
@@ -82,7 +65,7 @@ def parser() -> RankParser:
     add_model_arguments(parser)
     add_augtree_arguments(parser)
     add_optimizer_arguments(parser)
-    add_loss_arguments(parser)
+    objective.add_loss_arguments(parser)
     group = parser.add_argument_group("data")
     group.add_argument(
         "--data-path", nargs="+", required=True, metavar="FILE", help="group files, read in turn"
@@ -106,12 +89,7 @@ def parser() -> RankParser:
     group.add_argument("--train-iters", type=int, required=True, help="iterations, loaded ones included")
     group.add_argument("--global-batch-size", type=int, default=1, help="groups of a step")
     group.add_argument("--seed", type=int, default=1234, help="of weights, random states and --shuffle")
-    group.add_argument(
-        "--distributed-timeout-minutes",
-        type=float,
-        default=10.0,
-        help="an exchange that a rank never enters fails after so long",
-    )
+    launch.add_timeout_argument(group)
     group = parser.add_argument_group("checkpoints and logs")
     group.add_argument(
         "--save", default="", metavar="DIR", help="write checkpoints; also one after the last step"
@@ -131,8 +109,8 @@ def parser() -> RankParser:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A run that was checked: everything that a user can get wrong, but the plans of its steps, is behind it.
+class Training:
+    """A training that was checked: all that a user can get wrong, but the plans of its steps, is behind it.
 
     Attributes:
         args: the flags.
@@ -186,8 +164,8 @@ class Job:
         return "\n".join(lines)
 
 
-def prepare(args: argparse.Namespace, world: int | None = None) -> Job:
-    """Reads and checks everything that can be without an exchange between ranks.
+def prepare(args: argparse.Namespace, world: int | None = None) -> Training:
+    """Reads and checks everything that can be without an exchange between ranks; rank 0 makes the folders.
 
     Args:
         args: of `parser`.
@@ -197,13 +175,13 @@ def prepare(args: argparse.Namespace, world: int | None = None) -> Job:
         AugTreeError: the first thing that is wrong.
     """
     check_supported(args)
-    config, loss = augtree_config(args), loss_config(args)
+    config, loss = augtree_config(args), objective.loss_config(args)
     check_flags(args, config)
     groups = tuple(load_groups(args))
-    check_groups(groups, args.objective, loss)
+    objective.check_groups(groups, args.objective, loss)
     world = world or env_world()
     made = made_for(args, world)
-    data = fingerprint(groups) + (f"/shuffled {args.seed}" if args.shuffle else "")
+    data = group_files.fingerprint(groups) + (f"/shuffled {args.seed}" if args.shuffle else "")
     checkpoint = latest(args.load) if args.load else None
     if checkpoint is not None:
         checkpoint.require(made, weights_only=args.finetune)
@@ -212,10 +190,14 @@ def prepare(args: argparse.Namespace, world: int | None = None) -> Job:
             "there is no checkpoint to load",
             values=f"--load {args.load}",
             rule="a checkpoint was saved there; it may only be missing where --save is the same folder, "
-            "at the first start of a job that resumes itself",
+            "at the first start of a run that resumes itself",
             remedy="correct the path",
         )
-    return Job(args, config, loss, groups, world, made, data, checkpoint)
+    if launch.env_rank() == 0:
+        check_folder(args.save, "--save")
+        check_folder(args.tensorboard_dir, "--tensorboard-dir")
+        check_folder(args.augtree_trace_dir, "--augtree-trace-dir")
+    return Training(args, config, loss, groups, world, made, data, checkpoint)
 
 
 def check_flags(args: argparse.Namespace, config: AugTreeConfig | None) -> None:
@@ -265,9 +247,9 @@ def load_groups(args: argparse.Namespace) -> list[Group]:
     Raises:
         InputError: a file, range or limit that cannot be used, or ids beyond the vocabulary.
     """
-    tokenizer = TOKENIZERS[args.tokenizer_type]()
-    first, end = parse_range(args.groups)
-    groups = [group for path in args.data_path for group in read_groups(path, tokenizer=tokenizer)]
+    read = functools.partial(group_files.read_groups, tokenizer=TOKENIZERS[args.tokenizer_type]())
+    first, end = group_files.parse_range(args.groups)
+    groups = [group for path in args.data_path for group in read(path)]
     if max(first + 1, end or 0) > len(groups):
         raise InputError(
             "the files have too few groups",
@@ -275,57 +257,50 @@ def load_groups(args: argparse.Namespace) -> list[Group]:
             rule="the range lies within the files",
             remedy="correct the range",
         )
-    groups = truncate(groups[first:end], args.max_prompt_tokens, args.max_response_tokens)
+    groups = group_files.truncate(groups[first:end], args.max_prompt_tokens, args.max_response_tokens)
     if args.fold_token_ids:
-        return fold(groups, args.vocab_size)
-    for group in groups:
-        largest = max(group.prompt + tuple(t for r in group.responses for t in r.tokens))
-        if largest >= args.vocab_size:
-            raise InputError(
-                "a token is not of the vocabulary",
-                values=f"group {group.name}: id {largest}, --vocab-size {args.vocab_size}",
-                rule="ids are 0..vocab_size-1 (257 for ByteTokenizer)",
-                remedy="raise --vocab-size, or try --fold-token-ids",
-            )
+        return group_files.fold(groups, args.vocab_size)
+    group_files.check_vocabulary(groups, args.vocab_size)
     return groups
 
 
 class Trainer:
-    """Model, optimizer and schedule of a job, and the step.
+    """Model, optimizer and schedule of a training, and the step.
 
     Args:
-        job: what to run.
+        training: what to run.
         transport: the pool; None is Megatron's data-parallel group with context parallelism.
     """
 
-    def __init__(self, job: Job, transport: Transport | None = None) -> None:
-        self.job, args = job, job.args
+    def __init__(self, training: Training, transport: Transport | None = None) -> None:
+        self.training, args = training, training.args
         random.seed(args.seed)
         np.random.seed(args.seed % 2**32)
         torch.manual_seed(args.seed)
-        chunk = {} if job.config is None else {"logit_chunk_mib": job.config.logit_chunk_mib}
-        model = build_model(args, augtree=job.config is not None, seed=args.seed, **chunk)
-        if job.checkpoint is not None:
-            job.checkpoint.load_model(model)
+        chunk = {} if training.config is None else {"logit_chunk_mib": training.config.logit_chunk_mib}
+        model = build_model(args, augtree=training.config is not None, seed=args.seed, **chunk)
+        if training.checkpoint is not None:
+            agree(lambda: training.checkpoint.load_model(model))
         self.ddp: DistributedDataParallel = wrap_model(
             model, distributed_optimizer=args.use_distributed_optimizer
         )
         self.optimizer = make_optimizer(args, self.ddp)
-        values = {"temperature": job.loss.temperature, "entropy": job.loss.entropy_coef > 0}
-        if job.config is None:
+        values = {"temperature": training.loss.temperature, "entropy": training.loss.entropy_coef > 0}
+        if training.config is None:
             self.schedule = StockSchedule(transport, **values)
         else:
-            self.schedule = AugTreeSchedule(job.config, transport=transport, **values)
-        if job.checkpoint is not None and not args.finetune:
-            job.checkpoint.load_training(self.optimizer)
-        self.progress = job.progress
-        self.longest = max((len(r.tokens) for g in job.groups for r in g.responses), default=0)
+            self.schedule = AugTreeSchedule(training.config, transport=transport, **values)
+        if training.checkpoint is not None and not args.finetune:
+            agree(lambda: training.checkpoint.load_training(self.optimizer))
+        self.progress = training.progress
+        self.longest = objective.longest_response(training.groups)
 
     def batches(self) -> Iterator[StepBatch]:
         """The steps that are left, planned ahead."""
-        job, args = self.job, self.job.args
+        training, args = self.training, self.training.args
+        groups = training.groups
         sampler = GroupSampler(
-            len(job.groups),
+            len(groups),
             args.global_batch_size,
             consumed=self.progress.consumed_groups,
             steps=args.train_iters - self.progress.iteration,
@@ -333,31 +308,28 @@ class Trainer:
             seed=args.seed,
         )
         # The stock run plays no plan. Replicas of one rank are what it is, and what ranks compare.
-        config = job.config or AugTreeConfig(mode="ring", degree=1)
+        config = training.config or AugTreeConfig(mode="ring", degree=1)
         shape = model_shape(build_config(args), args.vocab_size)
-        return iter(step_loader(job.groups, sampler, shape, job.world, config, workers=args.num_workers))
+        return iter(step_loader(groups, sampler, shape, training.world, config, workers=args.num_workers))
 
     def step(self, batch: StepBatch) -> StepRecord:
         """One update."""
-        job, args = self.job, self.job.args
+        training, args = self.training, self.training.args
         started = time.perf_counter()
-        sequences = sum(len(group.responses) for group in batch.groups)
-        constant = args.loss_constant
-        if constant is None:
-            constant = float(max(sequences * self.longest, 1))
-        objective = Objective(batch, args.objective, job.loss, constant)
+        constant = objective.loss_constant(args, batch.groups, self.longest)
+        loss_fn = objective.Objective(batch, args.objective, training.loss, constant)
         # Both: Megatron's optimizer leaves param.grad an alias of DDP's buffer.
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         (metrics,) = self.schedule(
-            forward_step_func=functools.partial(forward_step, loss_fn=objective),
+            forward_step_func=functools.partial(forward_step, loss_fn=loss_fn),
             data_iterator=iter([batch]),
             model=self.ddp,
         )
         _, norm, _ = self.optimizer.step()
         old = self.progress
         self.progress = Progress(old.iteration + 1, old.consumed_groups + len(batch.groups), old.data)
-        plan, stock = batch.plan, job.config is None
+        plan, stock = batch.plan, training.config is None
         return StepRecord(
             iteration=self.progress.iteration,
             loss=metrics["loss"],
@@ -374,29 +346,30 @@ class Trainer:
 
     def save(self) -> str:
         """Writes a checkpoint; every rank calls it."""
-        return save(self.job.args.save, self.job.made, self.progress, self.ddp.module, self.optimizer)
+        training = self.training
+        return save(training.args.save, training.made, self.progress, self.ddp.module, self.optimizer)
 
 
-def train(job: Job, transport: Transport | None = None) -> tuple[list[StepRecord], Trainer]:
-    """Runs a job to its last iteration; the process group exists.
+def train(training: Training, transport: Transport | None = None) -> tuple[list[StepRecord], Trainer]:
+    """Runs a training to its last iteration; the process group exists.
 
     Args:
-        job: of `prepare`.
+        training: of `prepare`.
         transport: see `Trainer`.
 
     Returns:
         A record a step, and the trainer as it stands at the end.
     """
-    args, records = job.args, []
+    args, records = training.args, []
     report = Report(
-        job.progress.iteration,
+        training.progress.iteration,
         args.train_iters,
         interval=args.log_interval,
         speaks=dist.get_rank() == 0,
         tensorboard_dir=args.tensorboard_dir,
     )
-    report.say(job.describe())
-    trainer = Trainer(job, transport)
+    report.say(training.describe())
+    trainer = Trainer(training, transport)
     batches = trainer.batches()
     batch = agree(lambda: next(batches, None))
     while batch is not None:
@@ -417,10 +390,10 @@ def train(job: Job, transport: Transport | None = None) -> tuple[list[StepRecord
 def main() -> None:
     """Parses, checks on every rank, and trains."""
     args = agree(lambda: parser().parse_args())
-    job = agree(lambda: prepare(args))
-    start(args)
-    train(job)
+    training = agree(lambda: prepare(args))
+    launch.start(args)
+    train(training)
 
 
 if __name__ == "__main__":
-    run(main)
+    launch.run(main)

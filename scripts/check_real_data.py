@@ -10,6 +10,9 @@ Memory is bounded: groups are computed in batches of at most `--batch-rows` un-s
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import argparse
 import os
 import sys
@@ -27,7 +30,7 @@ from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.data.groups import Group, fold, read_groups
 from megatron_augtree.mcore.arguments import add_model_arguments
 from megatron_augtree.mcore.build import build_model
-from megatron_augtree.mcore.launch import RankParser, agree, run, start
+from megatron_augtree.mcore.launch import RankParser, add_timeout_argument, agree, run, start
 from megatron_augtree.mcore.memory import PeakMemory, resident_bytes
 
 MODEL = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
@@ -77,21 +80,21 @@ def model_arguments() -> argparse.Namespace:
     return parser.parse_args(MODEL)
 
 
-def unshared_rows(group: Group) -> int:
-    """Rows that a run without sharing computes."""
+def rows_alone(group: Group) -> int:
+    """Rows of a group that a run without sharing computes."""
     return sum(max(len(group.prompt) + len(r.tokens) - 1, 0) for r in group.responses)
 
 
 def longest_groups(path: str, count: int) -> list[Group]:
     """The `count` groups of a file with the most un-shared rows, longest first."""
-    return sorted(read_groups(path), key=unshared_rows, reverse=True)[:count]
+    return sorted(read_groups(path), key=rows_alone, reverse=True)[:count]
 
 
 def batches(groups: Iterable[Group], rows: int) -> Iterator[list[Group]]:
     """Groups in order, in batches of at most `rows` un-shared rows, or of one group."""
     batch: list[Group] = []
     for group in groups:
-        if batch and sum(map(unshared_rows, batch)) + unshared_rows(group) > rows:
+        if batch and sum(map(rows_alone, batch)) + rows_alone(group) > rows:
             yield batch
             batch = []
         batch.append(group)
@@ -143,7 +146,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-rows", type=int, default=20000, help="un-shared rows computed together")
     parser.add_argument("--memory-limit-gib", type=float, default=1.0,
                         help="largest resident memory of a rank above the model")
-    parser.add_argument("--distributed-timeout-minutes", type=float, default=5.0)
+    add_timeout_argument(parser)
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(argv)
     if args.longest is not None and args.longest < 1 or args.batch_rows < 1:

@@ -7,7 +7,6 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . scripts/env.sh || exit 1
-export PYTHONWARNINGS=ignore  # Megatron's, about optional packages
 
 data=${AUGTREE_DATA:-../shared/data}
 files=("$data"/{tau_airline,gsm8k_solutions,kv_retrieval_75}.jsonl.gz)

@@ -9,8 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/env.sh
 began=$SECONDS
 two_ranks() {
-    # megatron-core warns of GPU packages that a CPU does not need
-    PYTHONWARNINGS=ignore torchrun --standalone --nproc-per-node 2 -m "$@" --out "$out"
+    torchrun --standalone --nproc-per-node 2 -m "$@" --out "$out"
 }
 
 two_ranks examples.grpo.train

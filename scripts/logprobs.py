@@ -10,6 +10,9 @@ to their context. Groups are computed `--batch-groups` at a time, which bounds m
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import argparse
 import dataclasses
 import functools
@@ -20,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from replay import UNSHARED, add_mode_arguments, check_mode, sequences_of
+from replay import UNSHARED, add_mode_arguments, check_mode, whole_sequences
 from torch import Tensor
 from tqdm import tqdm
 from unshared import check_memory, unshared_logprobs
@@ -29,7 +32,15 @@ from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.data.groups import Group, Response, fold, write_groups
 from megatron_augtree.mcore.arguments import augtree_config
 from megatron_augtree.mcore.build import build_model
-from megatron_augtree.mcore.launch import RankParser, add_data_arguments, agree, read_data, run, start
+from megatron_augtree.mcore.launch import (
+    RankParser,
+    add_data_arguments,
+    agree,
+    agree_on_rank_0,
+    read_data,
+    run,
+    start,
+)
 from megatron_augtree.mcore.sampler import model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule, compare_ranks, forward_step
 from megatron_augtree.mcore.update import pool_size
@@ -67,7 +78,7 @@ def unshared_scores(model: GPTModel, groups: Sequence[Group]) -> Tensor:
     responses = [(group, response, 0.0) for group in groups for response in group.responses]
     with torch.no_grad():
         return torch.cat([torch.zeros(0, dtype=next(model.parameters()).dtype),
-                          *unshared_logprobs(model, sequences_of(responses))]).double()
+                          *unshared_logprobs(model, whole_sequences(responses))]).double()
 
 
 def with_field(groups: Sequence[Group], field: str, values: Tensor) -> list[Group]:
@@ -140,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             progress.update(len(some))
     if isinstance(score, Scorer):
         score.schedule.write_trace()
+    agree_on_rank_0(lambda: write_groups(args.output, found))
     if dist.get_rank() == 0:
-        write_groups(args.output, found)
         tokens = sum(sum(r.loss_mask) for g in found for r in g.responses)
         sys.stdout.write(f"{args.field} of {tokens} tokens in {len(found)} groups; wrote {args.output}\n")
 

@@ -25,6 +25,9 @@ log-probs by ``log_softmax`` of its logits: nothing of AugTree takes part but th
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import argparse
 import dataclasses
 import functools
@@ -55,17 +58,26 @@ from megatron_augtree.mcore.launch import (
     RankParser,
     add_data_arguments,
     agree,
+    agree_on_rank_0,
     env_world,
     folded_data,
     run,
     start,
 )
 from megatron_augtree.mcore.memory import PeakMemory
-from megatron_augtree.mcore.objective import OBJECTIVES, Objective, advantages_of
+from megatron_augtree.mcore.objective import (
+    Objective,
+    add_loss_arguments,
+    advantages_of,
+    longest_response,
+    loss_config,
+    loss_constant,
+)
 from megatron_augtree.mcore.sampler import StepBatch, model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule, compare_ranks, forward_step
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, pool_size, wrap_model
 from megatron_augtree.mcore.weights import (
+    check_folder,
     check_output,
     load_weights,
     parameters_of,
@@ -129,12 +141,13 @@ class Planned:
 
     def __init__(self, args: argparse.Namespace, groups: Sequence[Group],
                  ddp: DistributedDataParallel) -> None:
-        self.ddp, config = ddp, augtree_config(args)
+        self.ddp, config, loss = ddp, augtree_config(args), loss_config(args)
         shape = model_shape(ddp.module.config, args.vocab_size)
         self.batch: StepBatch = agree(lambda: plan_step(groups, shape, pool_size(), config))
-        self.schedule = AugTreeSchedule(config)
+        self.schedule = AugTreeSchedule(config, temperature=loss.temperature, entropy=loss.entropy_coef > 0)
         agree(lambda: compare_ranks(self.schedule.transport, self.batch))
-        objective = agree(lambda: Objective(self.batch, kind=args.objective))
+        constant = loss_constant(args, groups, longest_response(groups))
+        objective = agree(lambda: Objective(self.batch, args.objective, loss, constant))
         self.step_func = functools.partial(forward_step, loss_fn=objective)
 
     def forward_backward(self) -> Forward:
@@ -183,7 +196,7 @@ class Unshared:
 
     def values(self) -> Iterator[Tensor]:
         """Log-probs of every response's loss-bearing tokens."""
-        return unshared_logprobs(self.ddp.module, sequences_of(self.responses))
+        return unshared_logprobs(self.ddp.module, whole_sequences(self.responses))
 
     def summed(self, logprobs: Tensor, response: Response, advantage: float) -> Tensor:
         """The objective of one response, not yet divided; GRPO as its paper writes it, without KL."""
@@ -205,7 +218,8 @@ class Unshared:
                 "bytes": [{}]}
 
 
-def sequences_of(responses: Sequence[tuple[Group, Response, float]]) -> list[tuple[list[int], list[bool]]]:
+def whole_sequences(
+        responses: Sequence[tuple[Group, Response, float]]) -> list[tuple[list[int], list[bool]]]:
     """(tokens, loss mask) of every response with its prompt."""
     found = []
     for group, response, _ in responses:
@@ -224,12 +238,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = RankParser(prog="replay.py", description=__doc__.partition("\n")[0])
     add_data_arguments(parser)
     add_mode_arguments(parser)
-    parser.add_argument("--objective", choices=OBJECTIVES, default="nll")
+    add_loss_arguments(parser, preset="")
     parser.add_argument("--steps", type=int, default=1, help="how often the batch is repeated")
     parser.add_argument("--dump", required=True, metavar="OUT.safetensors")
     add_optimizer_arguments(parser)
     args = parser.parse_args(argv)
     check_mode(args)
+    check_loss(args)
     if args.steps < 1:
         raise AugTreeError("nothing to do", values=f"--steps {args.steps}", rule="there is at least one step",
                            remedy="correct the flag")
@@ -255,7 +270,8 @@ def check_mode(args: argparse.Namespace) -> None:
                            rule=f"a replay computes in one of AugTree's modes, or in {UNSHARED}",
                            remedy="add --context-parallel-mode")
     if args.context_parallel_mode != UNSHARED:
-        augtree_config(args).forced()
+        augtree_config(args)
+        check_folder(args.augtree_trace_dir, "--augtree-trace-dir")
         return
     ignored = [augtree_flag(f.name) for f in dataclasses.fields(AugTreeConfig) if f.name != "mode"
                and getattr(args, augtree_flag(f.name).lstrip("-").replace("-", "_")) != f.default]
@@ -265,6 +281,22 @@ def check_mode(args: argparse.Namespace) -> None:
         raise UnsupportedError(
             "the un-shared run stands alone", values=", ".join([*ignored, f"{env_world()} processes"]),
             rule=f"{UNSHARED} is one process, without a plan", remedy="remove these flags, and torchrun")
+
+
+def check_loss(args: argparse.Namespace) -> None:
+    """Checks the flags of the objective.
+
+    Raises:
+        AugTreeError: a value out of range, or a loss that the un-shared run does not have.
+    """
+    loss = loss_config(args)
+    if args.context_parallel_mode == UNSHARED and loss != LossConfig():
+        differ = [f"{f.name} {getattr(loss, f.name)}" for f in dataclasses.fields(LossConfig)
+                  if getattr(loss, f.name) != f.default]
+        raise UnsupportedError(
+            "the un-shared run has one policy loss", values=", ".join(differ),
+            rule=f"{UNSHARED} has a formula of its own, for the loss without --loss-preset and its flags",
+            remedy=f"leave these flags out, or compare with another mode than {UNSHARED}")
 
 
 def build(args: argparse.Namespace, groups: Sequence[Group]) -> tuple[DistributedDataParallel, Any]:
@@ -328,8 +360,8 @@ def replay(args: argparse.Namespace, steps: Planned | Unshared, ddp: Distributed
         metadata["steps"].append({**done.metrics, "loss": done.loss, "grad_norm": norm and float(norm)})
     tensors |= {f"param1/{name}": value for name, value in parameters_of(ddp.module).items()}
     metadata["seconds"] = clock.total()
+    agree_on_rank_0(lambda: save_dump(args.dump, tensors, metadata))
     if dist.get_rank() == 0:
-        save_dump(args.dump, tensors, metadata)
         sys.stdout.write(f"{metadata['plan']['table']}\nloss {done.loss:.6f}, "
                          f"{metadata['seconds']['total']:.2f} s; wrote {args.dump}\n")
 

@@ -5,10 +5,11 @@ A case is the input and the right answer, in a line; its tests stand beside it. 
 
 from __future__ import annotations
 
-_LOSSES = "unit/test_losses.py"
+_LOSSES = "unit/test_loss_cases.py"
 _ADVANTAGES = "unit/test_advantages.py"
 _ARGUMENTS = "mcore/test_arguments.py"
 _BINDING = "mcore/test_binding.py"
+_BINDING_LIMITS = "mcore/test_binding_limits.py"
 _UPDATES = "numerics/test_cases.py"
 _LAYOUTS = "numerics/test_case_layouts.py"
 _MERGE = "numerics/test_merge.py"
@@ -77,7 +78,7 @@ CASES: dict[int, tuple[str, list[str]]] = {
     23: ("whitening over all ranks", [f"{_ADVANTAGES}::test_case_23_whitening_over_all_ranks"]),
     24: ("every residue of lengths, twice", [f"{_UPDATES}::test_case_24_every_residue_of_lengths_twice"]),
     25: ("tiny batches", [f"{_UPDATES}::test_case_16_25_ranks_without_a_scored_row_and_tiny_batches"]),
-    29: ("masks and batched positions are refused", [f"{_BINDING}::test_wrong_packs_are_refused"]),
+    29: ("masks and batched positions are refused", [f"{_BINDING_LIMITS}::test_wrong_packs_are_refused"]),
     30: ("learned positions are refused", [f"{_ARGUMENTS}::test_arguments_are_refused",
                                            f"{_ARGUMENTS}::test_positions_are_read_from_the_model"]),
     32: ("masked garbage changes nothing; large valid differences stay finite", [
@@ -100,7 +101,7 @@ CASES: dict[int, tuple[str, list[str]]] = {
         f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_ARGUMENTS}::test_arguments_are_refused"]),
     43: ("heads, head dims, more ranks than KV heads; unequal widths are refused", [
         f"{_LAYOUTS}::test_case_8_40_42_43_models",
-        f"{_BINDING}::test_attention_refuses_what_the_tree_cannot_express"]),
+        f"{_BINDING_LIMITS}::test_attention_refuses_what_the_tree_cannot_express"]),
     44: ("dropout is refused",
          [f"{_ARGUMENTS}::test_dropout_is_refused_with_its_reason_and_all_flags_at_once"]),
     45: ("experts", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
@@ -111,7 +112,7 @@ CASES: dict[int, tuple[str, list[str]]] = {
     52: ("never silently plain", [
         f"{_ARGUMENTS}::test_without_a_mode_the_run_is_stock_and_says_what_would_do_nothing",
         f"{_ARGUMENTS}::test_bad_mode_names_choices_and_closest",
-        f"{_BINDING}::test_a_spec_alone_is_not_enough",
+        f"{_BINDING_LIMITS}::test_a_spec_alone_is_not_enough",
         f"{_LAYOUTS}::test_case_52_53_what_cannot_be_planned_says_so_before_anything_runs"]),
     53: ("errors before any collective, with values and remedy", [
         f"{_LAYOUTS}::test_case_52_53_what_cannot_be_planned_says_so_before_anything_runs",
@@ -124,7 +125,7 @@ CASES: dict[int, tuple[str, list[str]]] = {
     56: ("forward-only between accumulation passes",
          [f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes"]),
     59: ("cross attention and batches are refused",
-         [f"{_BINDING}::test_attention_refuses_what_the_tree_cannot_express"]),
+         [f"{_BINDING_LIMITS}::test_attention_refuses_what_the_tree_cannot_express"]),
     60: ("evaluation, inference mode, no reference at beta 0", [
         f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes",
         f"{_LOSSES}::test_case_60_beta_0_needs_no_reference_and_no_gradient_mode"]),

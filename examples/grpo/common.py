@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from examples.grpo import task
-from megatron_augtree.config import AugTreeConfig
+from megatron_augtree.config import AugTreeConfig, InputError
 from megatron_augtree.data.groups import Group
 from megatron_augtree.mcore import arguments, build, launch, update
 from megatron_augtree.mcore.objective import Objective
@@ -82,6 +87,27 @@ def clip_counts(result: StepResult) -> tuple[int, int]:
     tokens = result.metrics["tokens"]
     low, high = (result.metrics[f"clip_fraction_{side}"] * tokens for side in ("low", "high"))
     return round(low), round(high)
+
+
+@contextmanager
+def written(folder: str) -> Iterator[None]:
+    """Around the writing of results: what the system refuses says which folder to look at.
+
+    Raises:
+        InputError: a file of the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError("a result cannot be written", values=f"--out {folder}: {error}",
+                         rule="--out is a folder that can be written, with room for the results",
+                         remedy="correct the path, or free some space") from error
+
+
+def write_json(folder: str, name: str, content: Any) -> None:
+    """One file of the results."""
+    with written(folder), open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
 
 
 def say(text: str) -> None:

@@ -11,8 +11,10 @@ Writes into the folder: ``rollouts.jsonl.gz`` (the groups of the first steps, fo
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import argparse
-import json
 import os
 import time
 from statistics import mean
@@ -25,6 +27,7 @@ from examples.grpo.rollout import accuracy, rollouts
 from megatron_augtree.data.groups import Group, write_groups
 from megatron_augtree.mcore import build, launch
 from megatron_augtree.mcore.sampler import StepBatch
+from megatron_augtree.mcore.weights import check_folder
 from megatron_augtree.planning.cluster import preset
 from megatron_augtree.runtime.engine import StepResult
 from megatron_augtree.tools.plot import plot_curve, plot_plan
@@ -118,28 +121,30 @@ def evaluate(args: argparse.Namespace, run: common.Run) -> dict[str, float]:
 
 def write(args: argparse.Namespace, run: common.Run, curve: list[dict[str, Any]], recorded: list[Group],
           planned: StepBatch, found: dict[str, float]) -> None:
-    """Files and pictures, by one rank."""
+    """Files and pictures, by one rank.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
 
     def path(name: str) -> str:
         return os.path.join(args.out, name)
 
     write_groups(path("rollouts.jsonl.gz"), recorded)
-    contents = {
-        "train.json": {**vars(args), **found, "recorded_steps": args.record, "steps": curve},
-        "plan.json": planned.plan.to_json(),
-    }
-    for name, content in contents.items():
-        with open(path(name), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-    plot_plan(planned.plan, run.shape, preset(run.config.cluster), path("plan.png"))
-    plot_curve([point["reward"] for point in curve], path("reward.png"),
-               levels={"best without reading the prompt": task.CHANCE},
-               title=f"Mean reward of {args.groups} groups of {args.samples} responses")
+    common.write_json(args.out, "plan.json", planned.plan.to_json())
+    with common.written(args.out):
+        plot_plan(planned.plan, run.shape, preset(run.config.cluster), path("plan.png"))
+        plot_curve([point["reward"] for point in curve], path("reward.png"),
+                   levels={"best without reading the prompt": task.CHANCE},
+                   title=f"Mean reward of {args.groups} groups of {args.samples} responses")
+    figures_of_run = {**vars(args), **found, "recorded_steps": args.record, "steps": curve}
+    common.write_json(args.out, "train.json", figures_of_run)  # last: verify.py asks for it first
 
 
 def main() -> None:
     """Trains, evaluates, and writes the results on rank 0."""
     args = launch.agree(parse)
+    launch.agree_on_rank_0(lambda: check_folder(args.out, "--out"))
     settings = common.parse(["--lr", str(args.lr), "--clip-grad", "1.0", "--adam-beta2", "0.99"])
     build.initialize(settings, seed=args.seed)
     run = common.Run(settings, "augtree", args.seed)
@@ -152,10 +157,7 @@ def main() -> None:
     found = evaluate(args, run)
     common.say(f"accuracy {found['accuracy']:.3f}, with shuffled prompts {found['shuffled_accuracy']:.3f}, "
                f"chance {task.CHANCE:.3f}")
-    if launch.env_rank() == 0:
-        os.makedirs(args.out, exist_ok=True)
-        write(args, run, curve, recorded, planned, found)
-    dist.barrier()
+    launch.agree_on_rank_0(lambda: write(args, run, curve, recorded, planned, found))
 
 
 if __name__ == "__main__":

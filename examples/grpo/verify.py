@@ -9,6 +9,9 @@ After every step their log-probs, gradient norms and parameters are compared. Wr
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import argparse
 import json
 import os
@@ -16,10 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from examples.grpo import common
+from megatron_augtree.config import InputError
 from megatron_augtree.data.groups import Group, read_groups
 from megatron_augtree.mcore import build, launch
 from megatron_augtree.mcore.weights import parameters_of
@@ -92,20 +95,33 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def recorded(folder: str) -> tuple[list[list[Group]], int]:
+    """What train.py wrote: the groups of every recorded step, and the seed of the first weights.
+
+    Raises:
+        InputError: a file is missing or not what train.py writes.
+    """
+    path = os.path.join(folder, "train.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            training = json.load(file)
+        size, seed = int(training["groups"]), int(training["seed"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError("there is no training to replay", values=f"{path}: {type(error).__name__}: {error}",
+                         rule="--out is the folder that examples.grpo.train wrote to its end",
+                         remedy="correct --out, or train first") from error
+    groups = read_groups(os.path.join(folder, "rollouts.jsonl.gz"))
+    return [groups[start:start + size] for start in range(0, len(groups), size)], seed
+
+
 def main() -> None:
     """Replays what train.py recorded, and writes the differences on rank 0."""
     args = launch.agree(parse)
-    with open(os.path.join(args.out, "train.json"), encoding="utf-8") as file:
-        training = json.load(file)
-    groups, size = read_groups(os.path.join(args.out, "rollouts.jsonl.gz")), training["groups"]
+    steps, seed = launch.agree(lambda: recorded(args.out))
     settings = common.parse(["--dtype", "float64", "--optimizer", "sgd", "--lr", str(args.lr)])
-    build.initialize(settings, seed=training["seed"])
-    steps = [groups[start:start + size] for start in range(0, len(groups), size)]
-    table = compare(steps, settings, training["seed"])
-    if launch.env_rank() == 0:
-        with open(os.path.join(args.out, "verify.json"), "w", encoding="utf-8") as file:
-            json.dump(table, file, indent=1)
-    dist.barrier()
+    build.initialize(settings, seed=seed)
+    table = compare(steps, settings, seed)
+    launch.agree_on_rank_0(lambda: common.write_json(args.out, "verify.json", table))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ from megatron_augtree.data.records import PER_TOKEN, Group, Response
 from megatron_augtree.data.tokenizer import Tokenizer
 
 __all__ = [
-    "Group", "Response", "fingerprint", "fold", "parse_range", "read_groups", "truncate", "write_groups",
+    "Group", "Response", "check_vocabulary", "fingerprint", "fold", "parse_range", "read_groups", "truncate",
+    "write_groups",
 ]
 
 _BOM = b"\xef\xbb\xbf"
@@ -200,6 +201,23 @@ def fold(groups: Sequence[Group], vocab_size: int) -> list[Group]:
                 responses=tuple(replace(item, tokens=folded(item.tokens)) for item in group.responses))
         for group in groups
     ]
+
+
+def check_vocabulary(groups: Sequence[Group], vocab_size: int) -> None:
+    """Fail where a model has no embedding for a token.
+
+    Raises:
+        InputError: names the first group with an id of ``vocab_size`` or more.
+    """
+    for group in groups:
+        tokens = [*group.prompt, *(token for response in group.responses for token in response.tokens)]
+        beyond = sum(token >= vocab_size for token in tokens)
+        if beyond:
+            raise InputError(
+                "a token is not of the vocabulary",
+                values=f"group {group.name}: {beyond} of {len(tokens)} ids, --vocab-size {vocab_size}",
+                rule="ids are 0..vocab_size-1 (257 for ByteTokenizer)",
+                remedy="raise --vocab-size, or try --fold-token-ids")
 
 
 def truncate(

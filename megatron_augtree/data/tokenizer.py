@@ -1,4 +1,4 @@
-"""A tokenizer for text groups that needs no files: one token a byte. Standard library only."""
+"""Tokenizers that need no files: one token a byte, or none for files of ids. Standard library only."""
 
 from __future__ import annotations
 
@@ -48,11 +48,40 @@ class ByteTokenizer:
         Raises:
             InputError: an id that is not of this vocabulary.
         """
-        if any(not 0 <= token < self.vocab_size for token in tokens):
+        foreign = sum(not 0 <= token < self.vocab_size for token in tokens)
+        if foreign:
             raise InputError(
                 "a token is not of the byte vocabulary",
-                values=f"ids between {min(tokens)} and {max(tokens)}",
+                values=f"{foreign} of {len(tokens)} ids",
                 rule=f"ids are 0..{self.vocab_size - 1}",
                 remedy="decode with the tokenizer that made the tokens, or fold them first",
             )
         return bytes(token for token in tokens if token != self.end_of_text).decode("utf-8", "replace")
+
+
+class NullTokenizer:
+    """For files of token ids: text is an error."""
+
+    vocab_size = 1 << 62
+    end_of_text = 0
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Refuses; the reader adds file, line and field.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "text where token ids are expected",
+            values="a string",
+            rule="--tokenizer-type NullTokenizer reads token ids only",
+            remedy="use --tokenizer-type ByteTokenizer",
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The ids as text."""
+        return " ".join(map(str, tokens))
+
+
+#: ``--tokenizer-type`` -> tokenizer.
+TOKENIZERS: dict[str, type[Tokenizer]] = {"NullTokenizer": NullTokenizer, "ByteTokenizer": ByteTokenizer}

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_augtree.attention.kernels import KERNEL_NAMES
 from megatron_augtree.config import MODES, AugTreeConfig, AugTreeError, UnsupportedError
+from megatron_augtree.planning.cluster import preset
 
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -193,7 +195,8 @@ def augtree_config(args: argparse.Namespace) -> AugTreeConfig | None:
     """The configuration that the arguments ask for; ``None`` where no mode was given (stock Megatron).
 
     Raises:
-        AugTreeError: an unknown mode, a value out of range, or AugTree's flags without a mode.
+        AugTreeError: an unknown mode, kernel or cluster, a value out of range, a forced plan that cannot be
+            read, or AugTree's flags without a mode.
     """
     given = {field.name: getattr(args, _dest(field.name), field.default)
              for field in dataclasses.fields(AugTreeConfig)}
@@ -211,7 +214,17 @@ def augtree_config(args: argparse.Namespace) -> AugTreeConfig | None:
         return None
     if mode not in MODES:
         raise _mode_error(mode, MODES)
-    return AugTreeConfig(**given)
+    config = AugTreeConfig(**given)
+    config.forced()
+    preset(config.cluster)
+    if config.kernel not in KERNEL_NAMES:
+        closest = difflib.get_close_matches(config.kernel, KERNEL_NAMES, n=1)
+        raise AugTreeError(
+            "unknown attention kernel", values=f"--augtree-kernel {config.kernel}",
+            rule=f"the kernel is one of {', '.join(KERNEL_NAMES)}",
+            remedy=f"did you mean {closest[0]}?" if closest else "leave the flag out: auto chooses by device",
+        )
+    return config
 
 
 def check_supported(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ the same random numbers (what would differ between them, dropout, is refused), s
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -29,11 +30,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_augtree.config import InputError
 from megatron_augtree.mcore.build import build_config
+from megatron_augtree.mcore.launch import agree
 
 FORMAT = 1
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -197,35 +200,50 @@ def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, op
         The checkpoint's folder.
 
     Raises:
-        InputError: the folder cannot be written.
+        SystemExit: code 2, on every rank, where any could not write; the older checkpoint is left.
     """
     final = os.path.join(folder, f"iter_{progress.iteration:07d}")
     partial = os.path.join(folder, f".iter_{progress.iteration:07d}.partial")
     shards, rank = _shards_of(optimizer), _rank()
-    try:
+
+    def begin() -> None:
         if rank == 0:
             for leftover in (partial, f"{partial}.old"):  # of a save that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             os.makedirs(partial)
-        dist.barrier()
+
+    def write_optimizer() -> None:
         if shards:
             _torch_save([_shard_state(part) for part in shards], os.path.join(partial, _optimizer_file(rank)))
         elif rank == 0:
             _torch_save([optimizer.state_dict()], os.path.join(partial, OPTIMIZER_FILE))
-        dist.barrier()
+
+    def complete() -> None:
         if rank == 0:
             save_file(_tensors(model), os.path.join(partial, MODEL_FILE))
             _torch_save(_random_state(), os.path.join(partial, RANDOM_FILE))
             _publish(folder, partial, final, made, progress)
-        dist.barrier()
-    except OSError as error:
+
+    try:
+        for part in (begin, write_optimizer, complete):
+            agree(functools.partial(_writing, folder, part))  # which also waits for every rank's part
+    except SystemExit:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk has better uses for it
+        raise
+    return final
+
+
+def _writing(folder: str, part: Callable[[], None]) -> None:
+    try:
+        part()
+    except (OSError, SafetensorError) as error:
         raise InputError(
             "a checkpoint cannot be written",
             values=f"--save {folder}: {error}",
             rule="--save is a folder that can be made and written, with room for the checkpoint",
             remedy="correct the path, or free some space",
         ) from error
-    return final
 
 
 def latest(folder: str) -> Checkpoint | None:
@@ -315,7 +333,10 @@ def _torch_load(path: str) -> Any:
 
 
 def _torch_save(state: Any, path: str) -> None:
-    torch.save(state, path)
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(str(error).splitlines()[0]) from error
 
 
 def _rank() -> int:

@@ -4,11 +4,16 @@ A message is printed once. So ranks vote: what a user can get wrong is found bef
 :func:`agree`, which gathers the failures, lets rank 0 print them, and ends every rank with code 2. Later a
 rank speaks for itself; the others see its closed connections within seconds, say that a peer was lost, and
 end with code 1. A rank that is still computing then is ended by the launcher's SIGTERM, and says so too.
+
+Exchanges also have a timeout (`add_timeout_argument`), for what no closed connection tells: a rank that
+hangs, or a machine that is gone. It is long, since it cannot tell a hanging rank from one that computes.
+Joining, and the votes before :func:`start`, have one of their own: ranks start at different times.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -21,6 +26,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_augtree.config import AugTreeError
 from megatron_augtree.data.groups import Group, fold, parse_range, read_groups, truncate
@@ -29,8 +35,11 @@ from megatron_augtree.mcore import build
 T = TypeVar("T")
 
 USER_ERROR, LOST_PEER = 2, 1
-#: Ranks start at different times on a busy machine; a rank that died is noticed by its closed connection.
+#: Ranks start at different times on a busy machine.
 _JOIN_TIMEOUT = timedelta(minutes=10)
+
+#: A year; much beyond it, timeouts in nanoseconds overflow.
+_LONGEST_MINUTES = 525_600
 
 _ended = threading.Event()
 
@@ -70,8 +79,26 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--load", default=None, metavar="W.safetensors",
                        help="weights: tensors by megatron-core's names, or a dump of replay.py, of which "
                        "param1/<name> is taken, or param0/<name> where there is none")
-    group.add_argument("--distributed-timeout-minutes", type=float, default=0.75,
-                       help="an exchange that a rank never enters fails after so long")
+    add_timeout_argument(group)
+
+
+def add_timeout_argument(parser: argparse._ActionsContainer) -> None:
+    """Adds ``--distributed-timeout-minutes``."""
+    parser.add_argument(
+        "--distributed-timeout-minutes", type=_minutes, default=10.0,
+        help="an exchange fails when a rank has not entered it for so long: choose more than the longest "
+        "time that one rank computes while others wait. It is for ranks that hang; one that ended is noticed "
+        "within seconds, by its closed connections")
+
+
+def _minutes(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < _LONGEST_MINUTES:  # NaN fails too
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below {_LONGEST_MINUTES}")
+    return found
 
 
 def read_data(args: argparse.Namespace) -> list[Group]:
@@ -90,10 +117,14 @@ def folded_data(args: argparse.Namespace) -> list[Group]:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Threads, process groups, parallel state and random states of a run whose arguments are agreed."""
+    """Threads, process groups, parallel state and random states of a run whose arguments are agreed.
+
+    From here on the default group, which votes made, has the timeout of Megatron's groups.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # ranks share the cores; and sums keep their order
     build.initialize(args, seed=args.seed, timeout_s=60 * args.distributed_timeout_minutes)
+    _set_pg_timeout(timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def agree(work: Callable[[], T]) -> T:
@@ -122,10 +153,15 @@ def agree(work: Callable[[], T]) -> T:
     return result
 
 
+def agree_on_rank_0(work: Callable[[], object]) -> None:
+    """:func:`agree` on what rank 0 does for all, such as writing a file; the others wait for it."""
+    agree(lambda: work() if env_rank() == 0 else None)
+
+
 def _everyones(text: str) -> list[str]:
-    if env_world() == 1:
-        return [text]
     if not dist.is_initialized():
+        if env_world() == 1:
+            return [text]
         dist.init_process_group("gloo", timeout=_JOIN_TIMEOUT)
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,8 +42,13 @@ LOSS_FLAGS = {
 }
 
 
-def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the objective."""
+def add_loss_arguments(parser: argparse.ArgumentParser, *, preset: str = "grpo") -> None:
+    """Adds the flags of the objective.
+
+    Args:
+        parser: a launcher's parser.
+        preset: the policy loss where ``--loss-preset`` is left out; empty is ``LossConfig()``.
+    """
     group = parser.add_argument_group("objective")
     group.add_argument(
         "--objective",
@@ -54,8 +60,10 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
         "--loss-preset",
         choices=tuple(PRESETS),
         default=None,
-        help="the loss as its paper has it; default grpo; the flags below replace single settings",
+        help="the loss as its paper has it; default "
+        f"{preset or 'clipping and a mean over tokens, without KL'}; the flags below replace single settings",
     )
+    parser.set_defaults(loss_without_preset=preset)
     for flag, (field_name, kind, choices) in LOSS_FLAGS.items():
         group.add_argument(
             flag,
@@ -77,7 +85,8 @@ def loss_config(args: argparse.Namespace) -> LossConfig:
     """The loss that the arguments ask for.
 
     Raises:
-        AugTreeError: a value out of range, or flags of a policy loss under another objective.
+        AugTreeError: a value out of range, or flags that would do nothing: of a policy loss under another
+            objective, of one aggregation under another.
     """
     flags = {
         flag: getattr(args, flag.lstrip("-").replace("-", "_"))
@@ -94,7 +103,36 @@ def loss_config(args: argparse.Namespace) -> LossConfig:
             )
         return LossConfig()
     fields = {LOSS_FLAGS[flag][0]: value for flag, value in given.items() if flag in LOSS_FLAGS}
-    return LossConfig.preset(args.loss_preset or "grpo", **fields)
+    preset = args.loss_preset or args.loss_without_preset
+    loss = LossConfig.preset(preset, **fields) if preset else LossConfig(**fields)
+    constant = args.loss_constant
+    if constant is not None and (loss.aggregation != "constant" or not 0 < constant < math.inf):
+        raise AugTreeError(
+            "a divisor of the loss cannot be used",
+            values=f"--loss-constant {constant}, aggregation {loss.aggregation}",
+            rule="only --loss-aggregation constant (as in --loss-preset dr_grpo) divides by it, and it is "
+            "positive and finite",
+            remedy="correct it, choose that aggregation, or leave --loss-constant out",
+        )
+    return loss
+
+
+def loss_constant(args: argparse.Namespace, groups: Sequence[Group], longest: int) -> float:
+    """Divisor of the ``constant`` aggregation for one step.
+
+    Args:
+        args: of `add_loss_arguments`.
+        groups: of the step.
+        longest: the longest response of the data, tokens.
+    """
+    if args.loss_constant is not None:
+        return args.loss_constant
+    return float(max(sum(len(group.responses) for group in groups) * longest, 1))
+
+
+def longest_response(groups: Sequence[Group]) -> int:
+    """Tokens of the longest response of the data."""
+    return max((len(r.tokens) for group in groups for r in group.responses), default=0)
 
 
 def check_groups(groups: Sequence[Group], kind: str, loss: LossConfig) -> None:

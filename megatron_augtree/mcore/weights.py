@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -95,6 +96,28 @@ def check_output(path: str, flag: str) -> None:
                          remedy="correct the path, or make the folder")
 
 
+def check_folder(path: str, flag: str) -> None:
+    """Make a folder, and fail before the work whose results could not be written into it.
+
+    Args:
+        path: the folder; empty where nothing is to be written.
+        flag: what names it.
+
+    Raises:
+        InputError: the folder cannot be made or written.
+    """
+    if not path:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError("results cannot be written there", values=f"{flag} {path}: {error.strerror}",
+                         rule="the path is a folder that exists or can be made, and can be written",
+                         remedy="correct the path, or its permissions") from error
+
+
 def save_dump(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Writes a safetensors file in one atomic rename.
 
@@ -102,6 +125,9 @@ def save_dump(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, A
         path: the file; other processes see the old one or the new one.
         tensors: contiguous, none sharing memory.
         metadata: every value is written as JSON.
+
+    Raises:
+        InputError: the file cannot be written.
     """
     folder, base = os.path.split(os.path.realpath(path))
     # in the same folder, hence on the same file system, where a rename is atomic
@@ -109,7 +135,10 @@ def save_dump(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, A
     try:
         save_file(dict(tensors), partial, {key: json.dumps(value) for key, value in metadata.items()})
         os.replace(partial, path)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise InputError("a dump cannot be written", values=f"{path}: {error}",
+                         rule="the path is a file in a folder that can be written, with room for the dump",
+                         remedy="correct the path, or free some space") from error
+    finally:
         with suppress(FileNotFoundError):
             os.unlink(partial)
-        raise

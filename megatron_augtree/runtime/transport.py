@@ -74,7 +74,10 @@ class Transport(Protocol):
         """[sum(counts), width] values of a block's ranks, in block order, on every rank of it."""
 
     def total(self, values: Tensor, op: str = "sum") -> Tensor:
-        """Values added (``sum``) or compared (``min``, ``max``) over the pool's processes."""
+        """Values added (``sum``) or compared (``min``, ``max``) over the pool's processes.
+
+        The argument keeps its values; without other processes it may be what is returned.
+        """
 
     def same(self, text: str) -> list[str]:
         """Every process's text, in order."""
@@ -254,7 +257,7 @@ class DistTransport:
         return torch.cat(parts)
 
     def total(self, values: Tensor, op: str = "sum") -> Tensor:
-        values = values.to(self.device)
+        values = values.to(self.device, copy=True)  # all_reduce works in place; the caller keeps its tensor
         kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
         dist.all_reduce(values, op=kinds[op], group=self.group)
         return values

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import megatron_augtree.mcore.quiet  # noqa: F401, before megatron-core is imported
+
+# isort: split
 import importlib.util
 import json
+import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_augtree.data.groups import Group, Response, write_groups
-from megatron_augtree.mcore import launch
-from megatron_augtree.runtime.transport import Transport
+from megatron_augtree.mcore import checkpoint, launch, objective
+from megatron_augtree.runtime.transport import DistTransport, Transport
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -69,8 +75,8 @@ def write_data(folder: Path) -> Path:
     return path
 
 
-def job(data: Path | str, flags: str, world: int = 1):
-    """A prepared job; ``--context-parallel-mode`` among the flags or stock Megatron."""
+def prepared(data: Path | str, flags: str, world: int = 1):
+    """A checked training; ``--context-parallel-mode`` among the flags or stock Megatron."""
     shape = MODEL if "--context-parallel-mode" in flags else STOCK_MODEL
     words = f"{shape} --num-workers 0 --data-path {data} {flags}".split()
     return example.prepare(example.parser().parse_args(words), world)
@@ -78,7 +84,8 @@ def job(data: Path | str, flags: str, world: int = 1):
 
 def train(data: Path | str, flags: str, transport: Transport | None = None, world: int | None = None):
     """Records and trainer of a run."""
-    ready = job(data, flags, transport.world if transport is not None else (world or dist.get_world_size()))
+    world = transport.world if transport is not None else (world or dist.get_world_size())
+    ready = prepared(data, flags, world)
     return example.train(ready, transport)
 
 
@@ -116,11 +123,59 @@ def numbers(records) -> list[dict]:
     return [{"loss": r.loss, "grad_norm": r.grad_norm, "metrics": r.metrics} for r in records]
 
 
-def main() -> None:
-    """What each of the real ranks runs: argv is the data, a scratch folder, and the result's path."""
-    data, folder, result = sys.argv[1:4]
+def start(data: str) -> None:
+    """Process group and Megatron of a real rank."""
     first = example.parser().parse_args(f"{STOCK_MODEL} --data-path {data} --train-iters 1".split())
     launch.start(first)
+
+
+def die(data: str) -> None:
+    """Two steps; in the second one's loss, rank 1 is killed."""
+    start(data)
+    steps, policy_loss = [], objective.policy_loss
+
+    def step(self, batch):
+        steps.append(batch)
+        return trained(self, batch)
+
+    def deadly(*arguments):
+        if len(steps) == 2 and dist.get_rank() == 1:
+            os.write(2, f"dies at {time.monotonic()}\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return policy_loss(*arguments)
+
+    trained, example.Trainer.step, objective.policy_loss = example.Trainer.step, step, deadly
+    train(data, "--context-parallel-mode augtree --objective grpo --global-batch-size 2 --train-iters 2")
+
+
+def refused_save(trainer) -> int:
+    """The code with which this rank ends where rank 0 cannot write a file of a checkpoint."""
+
+    def full(*arguments):
+        raise OSError("no room, on purpose")
+
+    if dist.get_rank() == 0:
+        checkpoint.save_file = full
+    try:
+        trainer.save()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def everyones(value) -> list:
+    """[rank] value."""
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main() -> None:
+    """What each of the real ranks runs: argv is the data, a scratch folder, and the result's path."""
+    if sys.argv[1] == "die":
+        return die(sys.argv[2])
+    data, folder, result = sys.argv[1:4]
+    start(data)
     found: dict[str, object] = {}
     grpo = "--train-iters 2 --global-batch-size 2 --objective grpo --optimizer sgd --lr 0.1 --dtype float64 "
     for mode in ("", "--context-parallel-mode ring", "--context-parallel-mode augtree"):
@@ -136,11 +191,13 @@ def main() -> None:
     _, whole = train(data, f"{adam} --train-iters 3")
     _, half = train(data, f"{adam} --train-iters 1 --save {folder}/shards")
     _, rest = train(data, f"{adam} --train-iters 3 --load {folder}/shards")
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyone, [differing(state_of(whole), state_of(rest)), len(differing(state_of(half), state_of(rest)))]
+    found["shards"] = everyones(
+        [differing(state_of(whole), state_of(rest)), len(differing(state_of(half), state_of(rest)))]
     )
-    found["shards"] = everyone
+    mine = torch.tensor([dist.get_rank() + 1.0])
+    total = DistTransport().total(mine)
+    found["total"] = everyones([float(mine), float(total)])
+    found["save refused"] = everyones(refused_save(half))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
 

@@ -68,6 +68,15 @@ def test_without_a_mode_the_run_is_stock_and_says_what_would_do_nothing():
     assert "--context-parallel-mode" in error.value.remedy
 
 
+def test_unknown_names_are_refused_before_anything_starts():
+    for text, told in (("--augtree-kernel cpu_flush", "--augtree-kernel cpu_flush"),
+                       ("--augtree-cluster b300", "--augtree-cluster b300"),
+                       ("--augtree-force degree=x", "degree=x")):
+        with pytest.raises(AugTreeError, match=told) as error:
+            augtree_config(parse(f"--context-parallel-mode augtree {text}"))
+        assert error.value.rule and error.value.remedy
+
+
 def test_bad_mode_names_choices_and_closest(capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--context-parallel-mode augtre")

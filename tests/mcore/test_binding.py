@@ -4,48 +4,28 @@ Attention is replaced by a dense one whose context is the tree's mask: what is t
 around it (positions, specs, scored rows, state dicts). The executor has its own tests.
 """
 
-import argparse
-import functools
-
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_augtree.config import AugTreeError, UnsupportedError
-from megatron_augtree.mcore import arguments, build, cpu, layer_spec
-from megatron_augtree.mcore.layer_spec import AugTreeAttention, augtree_spec, prepare_model
-from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.mcore import build, cpu, layer_spec
+from megatron_augtree.mcore.layer_spec import AugTreeAttention, prepare_model
 from scripts import unshared
-
-PROMPT = [11, 3, 60, 3, 25, 7, 42, 9, 33, 1, 50]
-RESPONSES = [[5, 17, 2, 2, 40], [8], [61, 4, 4, 19, 22, 0, 13, 6, 30], [12, 29, 55]]
-BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64 --init-method-std 0.3 "
-LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
-VARIANTS = {
-    "gqa": LLAMA + "--group-query-attention --num-query-groups 2",
-    "mqa tied": "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 1",
-    "gelu layernorm biases": "--add-qkv-bias --ffn-hidden-size 48",
-    "qk norm": LLAMA + "--qk-layernorm --group-query-attention --num-query-groups 2",
-    "interleaved": LLAMA + "--rotary-interleaved --rotary-base 500",
-    "scale and width": LLAMA + "--softmax-scale 0.9 --kv-channels 6",
-}
-
-
-def parse(text: str, dtype: str = "float64") -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    arguments.add_model_arguments(parser)
-    return parser.parse_args((BASE + text + f" --dtype {dtype}").split())
-
-
-def dense_attention(q, k, v, context, layer, scale):
-    """Attention under the boolean mask ``context`` [T, T]."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * scale
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~context, -torch.inf).softmax(-1), v)
+from tests.mcore.bound_model import (
+    PROMPT,
+    RESPONSES,
+    VARIANTS,
+    WEIGHTS,
+    bound,
+    dense_attention,
+    error,
+    gradients,
+    parse,
+    reference,
+    run_tree,
+    tree_rows,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,75 +33,12 @@ def megatron():
     build.initialize(parse(""))
     yield
     build.destroy()
+    bound.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def dense(monkeypatch):
     monkeypatch.setattr(layer_spec, "tree_attention", dense_attention)
-
-
-def tree_rows(prompt=PROMPT, responses=RESPONSES):
-    """(ids, positions, targets, mask [T, T], scored) of one prompt and its branches, row by row."""
-    spine = len(prompt) - 1
-    ids, positions, targets, branch = prompt[:-1], list(range(spine)), prompt[1:], [-1] * spine
-    for number, response in enumerate(responses):
-        tokens = [prompt[-1], *response]
-        ids, targets = ids + tokens[:-1], targets + tokens[1:]
-        positions = positions + list(range(spine, spine + len(response)))
-        branch = branch + [number] * len(response)
-    branch = torch.tensor(branch)
-    mask = ((branch[None] == branch[:, None]) | (branch[None] == -1)).tril()
-    return (torch.tensor([ids], dtype=torch.long), torch.tensor(positions, dtype=torch.long),
-            torch.tensor(targets, dtype=torch.long), mask, torch.arange(spine, len(branch)))
-
-
-def pack(targets, positions, mask, scored, calls=None) -> AugTreePackedSeqParams:
-    def score(logits, rows):
-        if calls is not None:
-            calls.append(len(rows))
-        return torch.log_softmax(logits, -1).gather(1, targets[rows][:, None])
-
-    return AugTreePackedSeqParams(positions=positions, context=mask, scored=scored, score=score)
-
-
-def run_tree(model, rows=None, calls=None) -> torch.Tensor:
-    ids, positions, targets, mask, scored = rows or tree_rows()
-    out = model(ids, None, None, packed_seq_params=pack(targets, positions, mask, scored, calls))
-    assert out.shape == (1, len(scored), 1)
-    return out[0, :, 0]
-
-
-def gradients(model) -> dict:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def error(got: dict, want: dict) -> float:
-    floor = 1e-3 * max(float(b.abs().max()) for b in want.values())
-    return max(float((got[name] - b).abs().max()) / max(float(b.abs().max()), floor)
-               for name, b in want.items())
-
-
-def reference(args, weights, responses=RESPONSES) -> tuple[torch.Tensor, dict]:
-    """Un-shared log-probs, and every parameter's gradient of their weighted sum."""
-    model = build.build_model(args, augtree=False, seed=1)
-    sequences = [unshared.response_mask(PROMPT, response) for response in responses]
-    logprobs, at = [], 0
-    for values in unshared.unshared_logprobs(model, sequences):
-        (values * weights[at: at + len(values)]).sum().backward()
-        logprobs.append(values.detach())
-        at += len(values)
-    return torch.cat(logprobs), gradients(model)
-
-
-@functools.cache
-def bound(how: str, text: str, **kwargs):
-    args = parse(text)
-    model = build.build_model(args, augtree=how == "spec", seed=1, **kwargs)
-    prepare_model(model, **kwargs)
-    return args, model
-
-
-WEIGHTS = torch.linspace(-1.5, 2.0, sum(map(len, RESPONSES)), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("how", ["spec", "prepare"])
@@ -310,99 +227,6 @@ def test_the_pack_is_forgotten_after_a_failed_forward(monkeypatch):
     assert torch.equal(model(ids, None, None), plain)
 
 
-def test_wrong_packs_are_refused():
-    _, model = bound("prepare", VARIANTS["gqa"])
-    ids, positions, targets, mask, scored = tree_rows()
-    good = pack(targets, positions, mask, scored)
-    cases = {
-        "labels": lambda: model(ids, None, None, labels=ids, packed_seq_params=good),
-        "attention_mask": lambda: model(ids, None, mask[None, None], packed_seq_params=good),
-        "attention_mask, by name": lambda: model(ids, None, attention_mask=torch.ones(1),
-                                                 packed_seq_params=good),
-        r"input_ids \[2, 28\]": lambda: model(ids.expand(2, -1), None, None, packed_seq_params=good),
-        r"input_ids \[1, 27\]": lambda: model(ids[:, 1:], None, None, packed_seq_params=good),
-        "score is None": lambda: model(ids, None, None, packed_seq_params=AugTreePackedSeqParams(
-            positions=positions, scored=scored)),
-        "inference_context": lambda: model(ids, None, None, None, None, object(), good),
-    }
-    for found, call in cases.items():
-        with pytest.raises(UnsupportedError, match=found.partition(",")[0]):
-            call()
-    assert torch.equal(run_tree(model), run_tree(model))
-
-
-def test_attention_refuses_what_the_tree_cannot_express():
-    _, model = bound("prepare", VARIANTS["gqa"])
-    attention = model.decoder.layers[0].self_attention.core_attention
-    _, positions, targets, mask, scored = tree_rows()
-    params = pack(targets, positions, mask, scored)
-    q, k = torch.zeros(28, 1, 4, 8), torch.zeros(28, 1, 2, 8)
-    assert attention(q, k, k, None, packed_seq_params=params).shape == (28, 1, 32)
-    for found, call in {
-        "batch of 2": lambda: attention(q.expand(-1, 2, -1, -1), k, k, None, packed_seq_params=params),
-        "attention_mask": lambda: attention(q, k, k, mask, packed_seq_params=params),
-        "attention_bias": lambda: attention(q, k, k, None, None, mask, params),
-        "key width 8, value width 4": lambda: attention(q, k, k[..., :4], None, packed_seq_params=params),
-        "28 queries, 27 keys": lambda: attention(q, k[1:], k[1:], None, packed_seq_params=params),
-    }.items():
-        with pytest.raises(UnsupportedError, match=found):
-            call()
-    with pytest.raises(UnsupportedError, match="cross"):
-        AugTreeAttention(model.config, 1, attention_type="cross", stock=DotProductAttention)
-
-
-def test_a_spec_alone_is_not_enough():
-    args = parse(VARIANTS["gqa"])
-    model = build.build_model(args, augtree=True, seed=1)
-    model.augtree_handle.restore()
-    assert isinstance(model.decoder.layers[0].self_attention.core_attention, AugTreeAttention)
-    ids = torch.tensor([PROMPT])
-    stock = build.build_model(args, augtree=False, seed=1)
-    assert torch.equal(model(ids, None, None), stock(ids, None, None))
-    with pytest.raises(AugTreeError, match="prepare_model"):
-        ids, positions, targets, mask, scored = tree_rows()
-        model(ids, None, None, packed_seq_params=pack(targets, positions, mask, scored))
-
-
-def test_specs_are_copied_and_walked():
-    layer = get_gpt_layer_local_spec()
-    block = TransformerBlockSubmodules(layer_specs=[layer, layer])
-    changed = augtree_spec(augtree_spec(block))  # twice is once
-    for spec in changed.layer_specs:
-        core = spec.submodules.self_attention.submodules.core_attention
-        assert core.func is AugTreeAttention and core.keywords == {"stock": DotProductAttention}
-    assert layer.submodules.self_attention.submodules.core_attention is DotProductAttention
-    with pytest.raises(UnsupportedError, match="no self attention"):
-        augtree_spec(layer.submodules.mlp)
-
-
-def test_other_attention_and_other_models_are_refused():
-    class SoftcappedAttention(torch.nn.Module):
-        pass
-
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.self_attention.submodules.core_attention = SoftcappedAttention
-    with pytest.raises(UnsupportedError, match="SoftcappedAttention"):
-        augtree_spec(layer)
-    model = build.build_model(parse(""), augtree=False, seed=1)
-    stock = model.decoder.layers[1].self_attention.core_attention
-    model.decoder.layers[1].self_attention.core_attention = SoftcappedAttention()
-    with pytest.raises(UnsupportedError, match="SoftcappedAttention"):
-        prepare_model(model)
-    # Refused before anything was bound.
-    assert type(model.decoder.layers[0].self_attention.core_attention) is DotProductAttention
-    model.decoder.layers[1].self_attention.core_attention = stock
-    model.decoder.layers[1].cross_attention = torch.nn.Linear(1, 1)
-    with pytest.raises(UnsupportedError, match="layer 2 is a TransformerLayer"):
-        prepare_model(model)
-    with pytest.raises(UnsupportedError, match="model = Linear"):
-        prepare_model(torch.nn.Linear(1, 1))
-    model = build.build_model(parse(""), augtree=False, seed=1)
-    model.config.attention_dropout = 0.1
-    with pytest.raises(UnsupportedError, match="attention_dropout = 0.1"):
-        prepare_model(model)
-
-
 def test_weights_depend_on_seed_and_shape_only():
     state = torch.get_rng_state()
     models = {key: dict(build.build_model(parse(VARIANTS["qk norm"], key[0]), augtree=key[1],
@@ -417,11 +241,6 @@ def test_weights_depend_on_seed_and_shape_only():
         assert torch.equal(p, models["float32", True, 1][name].double())
         assert torch.equal(p.bfloat16(), models["bfloat16", False, 1][name])
     assert not torch.equal(first["output_layer.weight"], models["float64", False, 2]["output_layer.weight"])
-
-
-def test_unsupported_arguments_stop_before_anything_starts():
-    with pytest.raises(UnsupportedError, match="--tensor-model-parallel-size 2"):
-        build.build_model(parse("--tensor-model-parallel-size 2"), augtree=False, seed=1)
 
 
 def test_oracle_masks_temperature_and_empty_sequences():
@@ -442,16 +261,3 @@ def test_oracle_masks_temperature_and_empty_sequences():
     assert [x.shape for x in empty] == [(0,)] * 3
     with pytest.raises(ValueError, match="3 tokens but 2"):
         list(unshared.unshared_logprobs(model, [([1, 2, 3], [True, True])]))
-
-
-def test_oracle_refuses_what_does_not_fit():
-    args = parse(VARIANTS["gqa"])
-    need = unshared.needed_bytes(4001, [4001, 20], args)
-    assert 2 * 4 * 4000**2 * 8 < need < 100 * 4 * 4000**2 * 8
-    unshared.check_memory([20, 4001], args, available=2 * need)
-    with pytest.raises(UnsupportedError, match="--max-response-tokens") as refused:
-        unshared.check_memory([20, 4001], args, available=need)
-    assert "4001 tokens" in refused.value.values
-    unshared.check_memory([1, 0], args, available=0)
-    unshared.check_memory([], args, available=0)
-    assert 1 << 20 < unshared.available_bytes() < 1 << 50

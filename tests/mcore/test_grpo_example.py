@@ -13,7 +13,7 @@ import torch
 
 from examples.grpo import common, report, task, train, verify
 from examples.grpo.rollout import next_token_logprobs, rollouts, sample
-from megatron_augtree.config import AugTreeConfig
+from megatron_augtree.config import AugTreeConfig, InputError
 from megatron_augtree.data.groups import read_groups
 from megatron_augtree.mcore import build
 from megatron_augtree.mcore.sampler import plan_step
@@ -203,6 +203,29 @@ def test_the_replay_sees_one_changed_response(short, monkeypatch, broken):
     claims = report.replay_claims(table)
     agrees = next(holds for text, holds in claims.items() if text.startswith("ring agrees"))
     assert not agrees
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"groups": 2}'])
+def test_a_replay_without_a_training_says_so(tmp_path, monkeypatch, capfd, content):
+    if content is not None:
+        (tmp_path / "train.json").write_text(content)
+    monkeypatch.setattr("sys.argv", ["verify", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        verify.main()
+    message = capfd.readouterr().err
+    assert end.value.code == 2 and f"{tmp_path}/train.json" in message and "remedy: " in message
+
+
+def test_a_replay_without_rollouts_says_so(tmp_path):
+    (tmp_path / "train.json").write_text('{"groups": 2, "seed": 1}')
+    with pytest.raises(InputError, match=r"rollouts\.jsonl\.gz"):
+        verify.recorded(str(tmp_path))
+
+
+def test_results_that_cannot_be_written_say_so(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="--out"):
+        common.write_json(str(tmp_path / "file"), "verify.json", [])
 
 
 # ---- claims

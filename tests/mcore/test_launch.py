@@ -1,18 +1,22 @@
 """What launchers share: one voice for all ranks, peaks of memory, weights in and out of files."""
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from megatron_augtree.config import InputError
-from megatron_augtree.mcore import launch, weights
+from megatron_augtree.mcore import arguments, build, launch, weights
 from megatron_augtree.mcore.memory import PeakMemory
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +55,19 @@ class TestWeights:
         path = tmp_path / "o.safetensors"
         path.write_text("old")
         monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(OSError, match="full"):
+        with pytest.raises(InputError, match="o.safetensors: full"):
             weights.save_dump(str(path), {"a": torch.zeros(1)}, {"b": 1})
         assert os.listdir(tmp_path) == ["o.safetensors"] and path.read_text() == "old"
+
+
+    def test_folders_are_made_or_refused(self, tmp_path):
+        weights.check_folder("", "--save")
+        weights.check_folder(str(tmp_path / "a" / "b"), "--save")
+        assert os.listdir(tmp_path / "a") == ["b"] and os.listdir(tmp_path / "a" / "b") == []
+        (tmp_path / "file").touch()
+        for path in (tmp_path / "file", tmp_path / "file" / "folder"):
+            with pytest.raises(InputError, match=f"--save {path}"):
+                weights.check_folder(str(path), "--save")
 
 
 class TestLaunch:
@@ -68,6 +82,31 @@ class TestLaunch:
         assert end.value.code == launch.USER_ERROR
         lines = capfd.readouterr().err.splitlines()
         assert lines == ["a thing is wrong", "  values: x 1", "  rule: x is 2", "  remedy: write 2"]
+
+    def test_only_rank_0_works_for_all(self, monkeypatch):
+        done = []
+        launch.agree_on_rank_0(lambda: done.append(0))
+        monkeypatch.setattr(launch, "env_rank", lambda: 1)
+        launch.agree_on_rank_0(lambda: done.append(1))
+        assert done == [0]
+
+    def test_all_groups_have_the_timeout_of_the_flag_once_a_run_has_started(self, monkeypatch):
+        """Also the default group, which votes made before, with patience for ranks that start late."""
+        parser = argparse.ArgumentParser()
+        arguments.add_model_arguments(parser)
+        launch.add_data_arguments(parser)
+        shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 8 --data none"
+        assert parser.parse_args(shape.split()).distributed_timeout_minutes == 10
+        args = parser.parse_args(f"{shape} --distributed-timeout-minutes 3".split())
+        monkeypatch.setenv("RANK", "0")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,
+                                timeout=launch._JOIN_TIMEOUT)
+        try:
+            launch.start(args)
+            for group in (dist.group.WORLD, parallel_state.get_data_parallel_group(True)):
+                assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=3)
+        finally:
+            build.destroy()
 
     @pytest.mark.parametrize(("error", "lost"), [
         (RuntimeError("[/p/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: reset"), True),

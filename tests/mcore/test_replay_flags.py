@@ -1,5 +1,6 @@
 """`replay.py`, `logprobs.py` and `check_real_data.py` in one process: flags, dumps, files."""
 
+import dataclasses
 import json
 import math
 import os
@@ -115,6 +116,14 @@ class TestArguments:
         ("--context-parallel-mode unshared --augtree-force degree=1", "--augtree-force"),
         ("--context-parallel-mode unshared --context-parallel-size 2", "--context-parallel-size"),
         ("--context-parallel-mode unshared --use-distributed-optimizer", "--use-distributed-optimizer"),
+        ("--context-parallel-mode unshared --objective grpo --clip-high 0.3", "clip_high 0.3"),
+        ("--context-parallel-mode unshared --objective grpo --loss-preset dr_grpo --loss-constant 3",
+         "aggregation constant"),
+        ("--clip-high 0.3", "add --objective grpo"),
+        ("--objective grpo --loss-constant 3", "--loss-constant 3.0"),
+        ("--augtree-kernel fast", "--augtree-kernel fast"),
+        ("--augtree-cluster b300", "--augtree-cluster b300"),
+        ("--distributed-timeout-minutes soon", "--distributed-timeout-minutes"),
     ])
     def test_bad_values_are_named(self, replay, tmp_path, more, words):
         with pytest.raises(AugTreeError) as error:
@@ -195,6 +204,25 @@ class TestDump:
         assert metadata["plan"]["table"].startswith(mode) and len(metadata["plan"]["digest"]) == 16
         assert len(metadata["steps"]) == 2 and metadata["messages"] == [0] and metadata["bytes"] == [{}]
 
+    def test_flags_of_the_loss_reach_it(self, dump, data, groups):
+        """Every mode gives one loss, and each flag moves it; the constant follows step and data."""
+        scored = [Group(g.name, g.prompt, tuple(
+            dataclasses.replace(r, old_logprobs=(-3.6,) * len(r.tokens), ref_logprobs=(-3.0,) * len(r.tokens))
+            for r in g.responses)) for g in groups]
+        write_groups(data, scored)
+        losses = {}
+        for flags in ("", "--loss-preset grpo", "--loss-preset gspo", "--clip-low 0.01 --clip-high 0.01",
+                      "--entropy-coef 0.1", "--temperature 0.5", "--loss-preset dr_grpo",
+                      "--loss-preset dr_grpo --loss-constant 12"):
+            found = [dump(mode, "--objective", "grpo", *flags.split())[1]["steps"][0]["loss"]
+                     for mode in ("augtree", "ring")]
+            assert found[0] == pytest.approx(found[1], rel=1e-12)
+            losses[flags] = found[0]
+        assert len({round(loss, 9) for loss in losses.values()}) == len(losses)
+        # 4 responses, the longest of 6 tokens
+        assert losses["--loss-preset dr_grpo --loss-constant 12"] == pytest.approx(
+            2 * losses["--loss-preset dr_grpo"], rel=1e-12)
+
     def test_order_is_group_response_token(self, dump):
         """The first response's rows come first, and those of a cut file are the ones that are left."""
         whole, _ = dump("augtree")
@@ -257,6 +285,19 @@ class TestLogprobs:
             kept = torch.tensor([x for x in values if not math.isnan(x)], dtype=torch.float64)
             torch.testing.assert_close(kept, expected["logprob"], rtol=1e-12, atol=0)
             assert [g.prompt for g in found] == [g.prompt for g in groups]  # as in the file, not folded
+
+    def test_results_that_cannot_be_written_end_with_a_message(self, scripts, data, tmp_path, capfd,
+                                                              monkeypatch):
+        def full(*arguments):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+        message = refused(capfd, scripts["replay"].main, argv(data, "ring", tmp_path / "o.safetensors"))
+        assert "a dump cannot be written" in message and "No space left" in message
+        flags = ["--data", data, "--output", str(tmp_path / "o"), "--field", "old_logprobs",
+                 "--context-parallel-mode", "ring", *MODEL]
+        message = refused(capfd, scripts["logprobs"].main, flags)
+        assert "a group file cannot be written" in message and os.listdir(tmp_path) == ["groups.jsonl"]
 
     def test_batches_change_nothing(self, scripts, data, tmp_path):
         lines = []

@@ -211,8 +211,9 @@ def test_text_groups(tmp_path):
     assert tokenizer.decode(group.prompt) == "2+2é" and tokenizer.decode(group.responses[0].tokens) == "4"
     assert tokenizer.decode((0xFF,)) == "\ufffd"
     for bad in (257, -1):
-        with pytest.raises(InputError, match="byte vocabulary"):
-            tokenizer.decode((5, bad))
+        with pytest.raises(InputError, match="byte vocabulary") as error:
+            tokenizer.decode((5, bad, bad))
+        assert error.value.values == "2 of 3 ids"  # how many, never which
 
 
 def test_another_tokenizer(tmp_path):

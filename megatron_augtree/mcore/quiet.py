@@ -1,0 +1,15 @@
+"""Silences what megatron-core says in every run on a CPU and no user can act on.
+
+A program imports this before anything that imports megatron-core. The library itself never does: what other
+programs are told is theirs to decide.
+"""
+
+import warnings
+
+for _message in (
+    r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to",
+    r"full scope is deprecated\. Use empty cuda_graph_scope",  # its own default
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # its optimizers
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message)
