@@ -117,6 +117,8 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
     if config.plan_path:
         plan = _read_plan(config.plan_path)
         forest = _forest(plan.mode, sequences, numbers, config)
+        plan.check_fits(forest.shape, world)  # first: the other checks take its shape for granted
+        plan.check(pairs=True)
     else:
         candidates = [_candidate(config.mode, sequences, numbers, model, world, config)]
         if config.mode == "augtree" and not config.force:
@@ -172,16 +174,14 @@ def _tree_groups(forest: Forest, numbers: Sequence[int]) -> list[int]:
 def _read_plan(path: str) -> Plan:
     try:
         with open(path, encoding="utf-8") as file:
-            plan = Plan.from_json(json.load(file))
-    except (OSError, ValueError) as error:
+            return Plan.from_json(json.load(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             "cannot read a plan file",
             values=f"--augtree-plan {path}: {error}",
             rule="the file holds the JSON of one plan",
             remedy="write it again",
         ) from error
-    plan.check(pairs=True)
-    return plan
 
 
 class GroupSampler:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_augtree.config import AugTreeError
+from megatron_augtree.config import MODES, AugTreeError, InputError
 from megatron_augtree.planning.compiler import PRIMITIVES, compile_pass
 from megatron_augtree.planning.placement import Placement, Span, count
 from megatron_augtree.planning.schedule import Program, check
@@ -164,7 +164,9 @@ class Plan:
                 for p in data["passes"]
             )
             rest = {k: data[k] for k in ("world", "mode", "note", "seconds", "peak_bytes", "pricing")}
-            return Plan(shape=shape, passes=passes, events=tuple(Event(*e) for e in data["events"]), **rest)
+            plan = Plan(shape=shape, passes=passes, events=tuple(Event(*e) for e in data["events"]), **rest)
+            _check_types(plan)
+            return plan
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise AugTreeError(
                 "cannot read a plan",
@@ -172,6 +174,21 @@ class Plan:
                 rule="a plan is the JSON that Plan.to_json() writes",
                 remedy="write the plan again with this version",
             ) from error
+
+    def check_fits(self, shape: ForestShape, world: int) -> None:
+        """Assert that the plan was made for a step and a pool.
+
+        Raises:
+            InputError: another forest, or another number of ranks.
+        """
+        if self.shape != shape or self.world != world:
+            raise InputError(
+                "a plan does not fit the step",
+                values=f"plan: {self.shape.total_rows} rows on {self.world} ranks; step: "
+                f"{shape.total_rows} rows on {world} ranks",
+                rule="a plan is played with the groups and on the pool that it was made for",
+                remedy="plan again, or load the plan that belongs to these groups",
+            )
 
     def check(self, *, pairs: bool = False, budget_bytes: int = 0) -> None:
         """Assert that the plan computes every row and every pair and can be played.
@@ -183,6 +200,7 @@ class Plan:
         Raises:
             AugTreeError: the first broken rule.
         """
+        _require(self.mode in MODES, f"the mode is one of {', '.join(MODES)}", self.mode)
         for p in self.passes:
             _check_pass(self, p)
         for job, passes in enumerate(self.jobs):
@@ -236,6 +254,22 @@ def table(plan: Plan) -> str:
     return "\n".join([head, *lines])
 
 
+def _check_types(plan: Plan) -> None:
+    """A file may hold anything; comparing it would fail somewhere, or not at all."""
+    passes = plan.passes
+    texts = [plan.mode, plan.note, plan.pricing, *(e.action for e in plan.events)]
+    numbers = [plan.world, plan.peak_bytes, *(e.pass_id for e in plan.events)]
+    numbers += [n for values in asdict(plan.shape).values() for n in values]
+    for p in passes:
+        texts += [p.kind, p.primitive]
+        numbers += [p.id, p.job, p.pieces, *p.block, *p.reads]
+        numbers += [n for spans in p.placement for span in spans for n in span]
+    fields = ((str, texts), (int, numbers), (bool, [p.keep for p in passes]), (float, [plan.seconds]))
+    wrong = [value for kind, values in fields for value in values if type(value) is not kind]
+    if wrong:
+        raise TypeError(f"{wrong[0]!r} is of the wrong type")
+
+
 def _check_pass(plan: Plan, p: Pass) -> None:
     _require(
         p.kind in KINDS and p.primitive in PRIMITIVES,
@@ -257,6 +291,11 @@ def _check_pass(plan: Plan, p: Pass) -> None:
         all(0 <= node < len(plan.shape.rows) for node in p.nodes),
         "a pass holds nodes of the forest",
         f"pass {p.id}: {sorted(p.nodes)} of {len(plan.shape.rows)}",
+    )
+    _require(
+        all(list(spans) == sorted(spans) for spans in p.placement),
+        "a rank's spans are in the order of nodes and rows: tiles and transfers count on it",
+        f"pass {p.id}",
     )
     for read in p.reads:
         _require(

@@ -106,8 +106,10 @@ class _Search:
     def __init__(self, shape: ForestShape, prices: Prices, world: int, config: AugTreeConfig) -> None:
         self.shape, self.prices, self.world, self.config = shape, prices, world, config
         self.forced = config.forced()
-        budget = int(config.memory_budget_gib * GIB)
-        self.budget = budget or prices.cluster.memory_bytes
+        self.budget = prices.cluster.memory_bytes
+        if config.memory_budget_gib:
+            # No budget of a fraction of a byte is "no limit", and none of a float's size overflows.
+            self.budget = max(1, int(min(config.memory_budget_gib, float(GIB)) * GIB))
         self.unit = pairs_per_row(prices.model, prices.cluster)
         self.best: Priced | None = None
         self.leanest: Priced | None = None
@@ -285,7 +287,7 @@ class _Search:
         longest = self.shape.starts[node] + rows[node]
         return InfeasiblePlanError(
             "no plan fits the memory budget",
-            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3f}; the leanest plan "
+            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3g}; the leanest plan "
             f"({lean.plan.note}) needs {lean.peak_bytes / GIB:.3f} GiB; "
             f"the longest sequence has {longest} rows (ends in node {node})",
             rule="every rank's predicted peak above the model stays within the budget",

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.attention.kernels.protocol import Kernel
-from megatron_augtree.config import InputError
 from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.schedule import Program, reverse
 from megatron_augtree.planning.tree import Forest
@@ -98,14 +97,7 @@ class Engine:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        if self.plan.shape != self.forest.shape or self.plan.world != self.transport.world:
-            raise InputError(
-                "a plan does not fit the step",
-                values=f"plan: {self.plan.shape.total_rows} rows on {self.plan.world} ranks; step: "
-                f"{self.forest.shape.total_rows} rows on {self.transport.world} ranks",
-                rule="a plan is played with the groups and on the pool that it was made for",
-                remedy="plan again, or load the plan that belongs to these groups",
-            )
+        self.plan.check_fits(self.forest.shape, self.transport.world)
         self._layouts = [PassLayout(p, self.forest) for p in self.plan.passes]
         self._sequences = SequenceLayout(self.plan, self.forest, self._layouts)
         self._backward: dict[int, Program] = {}

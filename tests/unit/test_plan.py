@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_augtree.config import AugTreeConfig, AugTreeError
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
 from megatron_augtree.planning.candidates import Choice, build, cut_chunks, cut_pool
 from megatron_augtree.planning.lanes import place_inner
 from megatron_augtree.planning.model import ModelShape
@@ -111,6 +111,11 @@ BROKEN = {
         lambda p: with_pass(p, 3, placement=holds([Span(2, 0, 2)], [Span(2, 0, 2), Span(3, 0, 3)])),
         "holds every row",
     ),
+    "rows out of order": (
+        lambda p: with_pass(p, 0, placement=tuple(spans[::-1] for spans in holds(*p.passes[0].placement))),
+        "in the order of nodes and rows",
+    ),
+    "an unknown mode": (lambda p: replace(p, mode="augtre"), "the mode is one of"),
     "an unknown node": (
         lambda p: with_pass(p, 3, placement=holds([Span(2, 0, 2)], [Span(3, 0, 3), Span(9, 0, 1)])),
         "nodes of the forest",
@@ -194,6 +199,40 @@ def test_json_that_is_no_plan(breaking):
     breaking(data)
     with pytest.raises(AugTreeError, match="cannot read a plan"):
         Plan.from_json(data)
+
+
+def leaves_of(tree: object, path: tuple = ()) -> list[tuple]:
+    """Paths to all values of a JSON tree that hold no others."""
+    if not isinstance(tree, dict | list):
+        return [path]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return [found for key, value in items for found in leaves_of(value, (*path, key))]
+
+
+def test_json_of_wrong_types_is_refused_wherever_it_is():
+    """Whoever edits a plan by hand gets an error of four parts, not a traceback from a comparison."""
+    data = phased().to_json()
+    text = json.dumps(data)
+    paths = leaves_of(json.loads(text))
+    assert len(paths) > 100
+    for path in paths:
+        for wrong in (None, [], {}, 1.5j):
+            changed = json.loads(text)
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = wrong
+            with pytest.raises(AugTreeError, match="cannot read a plan"):
+                Plan.from_json(changed)
+
+
+@pytest.mark.parametrize("other", (replace(SHAPE, ends=(9, *SHAPE.ends[1:])), replace(SHAPE, parents=(7,))))
+def test_a_plan_fits_one_step_and_one_pool(other):
+    plan = phased()
+    plan.check_fits(SHAPE, 3)
+    for shape, world in ((other, 3), (SHAPE, 2)):
+        with pytest.raises(InputError, match="does not fit"):
+            plan.check_fits(shape, world)
 
 
 def test_the_digest_covers_every_field():

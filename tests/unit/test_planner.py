@@ -180,6 +180,14 @@ def test_an_impossible_budget_names_what_does_not_fit():
     assert "degree 2" in text and "GiB" in text and caught.value.remedy.startswith("raise the budget")
 
 
+def test_the_smallest_and_the_largest_budget():
+    """Less than a byte is no licence to use everything; a number beyond any memory limits nothing."""
+    for budget in (5e-324, 1e-12, 0.9 / GIB):
+        with pytest.raises(InfeasiblePlanError, match=r"budget-gib 9\.31e-10"):
+            plan_of(ONE, 2, budget=budget)
+    assert plan_of(ONE, 2, budget=1.7e308) == plan_of(ONE, 2)
+
+
 def test_the_prompt_is_charged_in_every_block_that_holds_it():
     """Case 54: P = 6, R = [4, 4]: two copies hold 10 rows a rank, one block 7."""
     shape, prices = from_lengths(6, [4, 4]), Prices(SMALL, preset("h100"))
