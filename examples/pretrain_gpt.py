@@ -61,7 +61,7 @@ STOCK = (
 
 def parser() -> RankParser:
     """All flags."""
-    parser = RankParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = RankParser(description=__doc__.partition("\n")[0])
     add_model_arguments(parser)
     add_augtree_arguments(parser)
     add_optimizer_arguments(parser)

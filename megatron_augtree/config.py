@@ -52,18 +52,20 @@ class AugTreeConfig:
     """What a user may choose; ``mcore/arguments.py`` makes the flags from these fields.
 
     Attributes:
-        mode: one of ``MODES``.
-        degree: ``--context-parallel-size``; under ``augtree`` the upper limit of a block
-            (0 means the pool), under the baselines the degree itself (0 means the pool).
-        force: ``key=value,...`` over ``FORCE_KEYS``; empty leaves everything to the planner.
-        plan_path: a plan in JSON to run instead of planning; empty plans.
+        mode: ring, ring-reuse, ring-reuse-per-response, gather-reuse or augtree (``MODES``).
+        degree: ranks of a block; under ``augtree`` their upper limit, under the baselines their number;
+            0 means all ranks of the pool.
+        force: ``key=value,...``: degree, lane_degree, copies, chunks, waves (numbers), primitive (gather_kv,
+            move_kv, move_q, local), phase (fused, phased); empty leaves everything to the planner.
+        plan_path: a plan in JSON to run instead of planning; empty leaves it to the planner.
         memory_budget_gib: upper limit of predicted peak memory above the built model, GiB a rank;
             0 means no limit.
         min_shared_rows: groups share a spine only where it has at least this many rows.
         kernel: attention kernel, ``auto``, ``reference`` or ``cpu_flash``.
-        cluster: preset that prices plans, see ``planning/cluster.py``.
+        cluster: preset that prices plans: cpu, a100, h100, h200 or paper (``planning/cluster.py``).
         logit_chunk_mib: logits kept at once by the output layer, MiB.
-        trace_dir: folder for Chrome-trace JSON; empty writes none.
+        trace_dir: folder for the last step's Chrome trace (JSON, for Perfetto), a file a rank; empty writes
+            none.
     """
 
     mode: str = "augtree"
@@ -114,7 +116,9 @@ def parse_force(text: str) -> dict[str, int | str]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, sign, value = (part.strip() for part in item.partition("="))
         good = key in FORCE_KEYS and sign and key not in forced
-        good = good and (value in words[key] if key in words else value.isdigit() and int(value) > 0)
+        # Not isdigit, which int does not follow; no pool has ranks, no group leaves of ten digits.
+        number = value.isdecimal() and len(value) < 10 and int(value) > 0
+        good = good and (value in words[key] if key in words else number)
         if not good:
             raise AugTreeError(
                 "cannot read a forced plan",

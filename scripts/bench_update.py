@@ -62,8 +62,14 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
-    parser.add_argument("--data-dir", default=os.environ.get("AUGTREE_DATA", str(default)))
-    parser.add_argument("--workload", action="append", choices=WORKLOADS)
+    parser.add_argument(
+        "--data-dir",
+        default=os.environ.get("AUGTREE_DATA", str(default)),
+        help="folder of the group files; default $AUGTREE_DATA, else ../shared/data from the root",
+    )
+    parser.add_argument(
+        "--workload", action="append", choices=WORKLOADS, help="may be given several times; default all"
+    )
     parser.add_argument("--pairs", type=int, default=9, help="rounds; at least 9 for a figure worth quoting")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -240,7 +240,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_mode_arguments(parser)
     add_loss_arguments(parser, preset="")
     parser.add_argument("--steps", type=int, default=1, help="how often the batch is repeated")
-    parser.add_argument("--dump", required=True, metavar="OUT.safetensors")
+    parser.add_argument("--dump", required=True, metavar="OUT.safetensors",
+                        help="parameters, gradients, log-probs, loss; as metadata plan, traffic, seconds")
     add_optimizer_arguments(parser)
     args = parser.parse_args(argv)
     check_mode(args)
@@ -256,6 +257,8 @@ def add_mode_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of model and mode."""
     add_model_arguments(parser)
     add_augtree_arguments(parser, more_modes=(UNSHARED,))
+    parser.epilog = (f"--context-parallel-mode {UNSHARED} is megatron-core's own dense attention, one "
+                     "sequence at a time, on one process without torchrun.")
 
 
 def check_mode(args: argparse.Namespace) -> None:

@@ -64,7 +64,7 @@ def replay_claims(steps: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def main() -> int:
     """Prints the claims; 1 where one does not hold."""
-    parser = argparse.ArgumentParser(prog="report")
+    parser = argparse.ArgumentParser(prog="report", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="demo_out", help="the folder that train.py and verify.py wrote")
     out = parser.parse_args().out
     with open(os.path.join(out, "train.json"), encoding="utf-8") as training:

@@ -38,7 +38,7 @@ WINDOW = 10
 
 def parse() -> argparse.Namespace:
     """The program's flags."""
-    parser = launch.RankParser(prog="train")
+    parser = launch.RankParser(prog="train", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="demo_out", help="folder for what is written")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--record", type=int, default=20, help="steps whose rollouts are written")

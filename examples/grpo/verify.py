@@ -89,7 +89,7 @@ def tell(row: Mapping[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     """The program's flags."""
-    parser = launch.RankParser(prog="verify")
+    parser = launch.RankParser(prog="verify", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="demo_out", help="the folder that train.py wrote")
     parser.add_argument("--lr", type=float, default=0.3)
     return parser.parse_args()

@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,10 @@ def env_world() -> int:
 
 
 class RankParser(argparse.ArgumentParser):
-    """A parser whose errors can be voted on; ``--help`` is printed by rank 0."""
+    """A parser whose errors can be voted on; ``--help`` is printed by rank 0. Flags are written in full."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         # A flag's own check may have said what to do.

@@ -53,7 +53,8 @@ class Choice:
             self.phase if self.phase == "fused" else f"phased ({self.chunks} chunks, {self.waves} waves)"
         ]
         parts += [f"trees to {self.small} rows fused"] if self.small else []
-        parts += [self.primitive + (f" in {self.pieces}" if self.primitive == "gather_kv" else "")]
+        if self.degree > 1:
+            parts += [self.primitive + (f" in {self.pieces}" if self.primitive == "gather_kv" else "")]
         lanes = f"lanes of {self.lane_degree}" + (f", {self.wide} wide" if self.wide else "")
         parts += [lanes if self.degree > 1 else "", "" if self.together else "trees in turn"]
         return ", ".join(part for part in parts if part)
