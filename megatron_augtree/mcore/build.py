@@ -14,9 +14,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_augtree.config import InputError
 from megatron_augtree.mcore import cpu
 from megatron_augtree.mcore.arguments import check_supported
 from megatron_augtree.mcore.layer_spec import augtree_spec, prepare_model
+
+#: Arguments that say where files lie: what is in the files is compared elsewhere.
+_PATHS = {"data", "data_path", "load", "save", "dump", "output", "augtree_plan", "augtree_trace_dir",
+          "tensorboard_dir"}
 
 
 def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
@@ -29,6 +34,9 @@ def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float =
         args: checked by ``check_supported`` before anything is started.
         seed: of Megatron's random-state trackers; the same on all ranks.
         timeout_s: seconds after which a collective that a rank never enters fails.
+
+    Raises:
+        InputError: ranks were given different flags.
     """
     check_supported(args)
     cpu.install()
@@ -39,10 +47,32 @@ def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float =
             dist.init_process_group("gloo", timeout=timeout)
         else:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    compare_flags(args)
     if not parallel_state.is_initialized():
         # --context-parallel-size limits plans; Megatron's own groups see the pool as one dp_cp group.
         parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout_s / 60)
     model_parallel_cuda_manual_seed(seed)
+
+
+def compare_flags(args: argparse.Namespace) -> None:
+    """Fail on every rank where ranks were given different flags; files may lie elsewhere on each machine.
+
+    Raises:
+        InputError: names the ranks that differ from rank 0, and the flags.
+    """
+    mine = {name: repr(value) for name, value in vars(args).items() if name not in _PATHS}
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    names = sorted(set().union(*everyone))
+    differ = [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
+    if differ:
+        ranks = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        raise InputError(
+            "ranks were given different flags",
+            values=f"ranks {ranks} differ from rank 0 in --{', --'.join(differ).replace('_', '-')}",
+            rule="every rank of the pool is given the same settings",
+            remedy="start all ranks with one command line",
+        )
 
 
 def destroy() -> None:

@@ -72,6 +72,7 @@ class AugTreeSchedule:
     last: StepResult | None = None
     trace: Trace | None = None
     _known: tuple[StepBatch, Engine] | None = None
+    _compared: torch.nn.Module | None = None
 
     def __post_init__(self) -> None:
         if self.transport is None:
@@ -105,6 +106,9 @@ class AugTreeSchedule:
         chunk = _only_chunk(model)
         batch = next(data_iterator)
         call = _PassCall(self, forward_step_func, chunk)
+        if self._compared is not chunk:
+            compare_weights(self.transport, chunk)
+            self._compared = chunk
         engine = self._engine(batch, call.run)
         if self.trace is not None:
             self.trace.events.clear()
@@ -204,6 +208,27 @@ def compare_ranks(transport: Transport, batch: StepBatch) -> None:
             values=f"ranks {others} differ from rank 0",
             rule="every rank of the pool is given the same groups and settings",
             remedy="check --data-path, --seed and the AugTree flags on these ranks",
+        )
+
+
+def compare_weights(transport: Transport, model: torch.nn.Module) -> None:
+    """Fail on every rank where ranks begin with different weights: gradients would be of no model at all.
+
+    Raises:
+        InputError: names the ranks that differ from rank 0.
+    """
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # Sums of the bits as integers wrap round, so they do not depend on the order of threads.
+    sums = [p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64)
+            for p in model.parameters()]
+    texts = transport.same(" ".join(str(int(value)) for value in sums))
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if others:
+        raise InputError(
+            "ranks hold different weights",
+            values=f"ranks {others} differ from rank 0",
+            rule="every rank of the pool begins with the same parameters",
+            remedy="check --seed, --load and the model flags on these ranks",
         )
 
 

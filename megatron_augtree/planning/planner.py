@@ -56,7 +56,8 @@ def price(plan: Plan, prices: Prices) -> Priced:
             alive[rank] += 0 if backward else kept[pass_id][index]
             peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
             alive[rank] -= kept[pass_id][index] if backward else 0
-    return Priced(plan, max(busy, default=0), prices.cluster.base_bytes + max(peak, default=0))
+    base = prices.cluster.base_bytes if plan.passes else 0
+    return Priced(plan, max(busy, default=0), base + max(peak, default=0))
 
 
 def make_plan(

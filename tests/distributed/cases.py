@@ -64,6 +64,8 @@ def _common(world: int) -> list[dict]:
            "data": "three_levels"} for i in busy],
         {"do": "other_data", "name": "other data on rank 1"},
         {"do": "other_plan", "name": "another plan on rank 1"},
+        {"do": "other_weights", "name": "other weights on rank 1"},
+        {"do": "other_flags", "name": "other flags on rank 1"},
         {"do": "broken_loss", "name": "a loss of three values"},
         {"do": "skipped_rank", "name": "mutation: a rank is left out of the gradient reduction"},
         *[{"do": "adam", "name": f"adam, distributed optimizer {on}", "sharded": on} for on in (False, True)],

@@ -146,9 +146,33 @@ class Worker:
         return self.refused(f.batch_of(f.ragged(), f.augtree(keep=self.rank != 1), self.world),
                             "ranks hold different plans")
 
-    def refused(self, batch: StepBatch, what: str) -> dict:
+    def other_weights(self) -> dict:
+        """Ranks whose models differ in a single bit of one parameter."""
+        model = f.build_model(self.lab.args, augtree=True)
+        if self.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).view(-1).view(torch.int64)[-1] ^= 1
+        return self.refused(f.batch_of(f.ragged(), f.augtree(), self.world), "ranks hold different weights",
+                            ddp=wrap_model(model))
+
+    def other_flags(self) -> dict:
+        """Ranks started with different command lines; where files lie may differ."""
+        own = argparse.Namespace(seed=1, objective="nll", lr=0.1, load=f"folder-{self.rank}", steps=None)
+        build.compare_flags(own)
+        told = set()
+        for flag, value in {"seed": 2, "objective": "grpo", "lr": 0.2, "steps": 3}.items():
+            other = argparse.Namespace(**{**vars(own), **({flag: value} if self.rank == 1 else {})})
+            try:
+                build.compare_flags(other)
+            except InputError as error:
+                assert "ranks [1]" in error.values and error.values.endswith(f"--{flag}"), error
+                told.add(str(error))
+        assert len(told) == 4
+        return {"message": sorted(told)[0]}
+
+    def refused(self, batch: StepBatch, what: str, **how) -> dict:
         try:
-            self.play(batch, "nll")
+            self.play(batch, "nll", **how)
         except InputError as error:
             assert error.what == what and "ranks [1]" in error.values, error
             return {"message": str(error)}

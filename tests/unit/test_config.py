@@ -93,6 +93,8 @@ def test_force_is_read():
         "degree=-1",
         "degree=two",
         "degree=1.5",
+        "degree=\N{SUPERSCRIPT TWO}",
+        "waves=" + "9" * 5000,
         "degree=2,degree=4",
         "width=2",
         "primitive=ring",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_augtree.config import FORCE_KEYS, AugTreeConfig, InfeasiblePlanError
+from megatron_augtree.config import FORCE_KEYS, MODES, AugTreeConfig, InfeasiblePlanError
 from megatron_augtree.planning.candidates import Choice, build
 from megatron_augtree.planning.cluster import GIB, preset
 from megatron_augtree.planning.cost import Prices
@@ -186,6 +186,10 @@ def test_the_smallest_and_the_largest_budget():
         with pytest.raises(InfeasiblePlanError, match=r"budget-gib 9\.31e-10"):
             plan_of(ONE, 2, budget=budget)
     assert plan_of(ONE, 2, budget=1.7e308) == plan_of(ONE, 2)
+    empty, tiny = ForestShape((), (), (), ()), AugTreeConfig(memory_budget_gib=1e-12)
+    for mode in MODES:
+        nothing = make_plan(empty, SMALL, 2, tiny, tree_groups=[], mode=mode)
+        assert nothing.passes == () and nothing.peak_bytes == 0
 
 
 def test_the_prompt_is_charged_in_every_block_that_holds_it():
