@@ -8,7 +8,9 @@ every rank plans for itself, and the main process compares digests before the fi
 from __future__ import annotations
 
 import json
+import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -258,6 +260,22 @@ class _Collate:
             return error  # raised by the loader: the message of a worker's exception is a traceback
 
 
+def _end_with_parent(_: int) -> None:
+    """In a worker: a thread that ends it once the rank is gone, killed for instance.
+
+    torch's own watch ends the loop, but then waits until the last step is written into a pipe that nobody
+    reads: a step beyond the pipe's 64 KiB would leave the process there for ever.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
 class _StepLoader(DataLoader):
     """Yields `StepBatch`es, and raises what their making raised."""
 
@@ -284,5 +302,6 @@ def step_loader(
         batch_sampler=sampler,
         collate_fn=_Collate(model, world, config),
         num_workers=workers,
+        worker_init_fn=_end_with_parent,
         generator=torch.Generator(),
     )

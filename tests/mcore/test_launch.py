@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -135,6 +136,29 @@ class TestLaunch:
         finally:
             process.kill()
         assert process.returncode == 1 and message.startswith("rank 1: a peer was lost")
+
+    def test_a_killed_rank_leaves_no_data_worker_behind(self):
+        """Also where the worker has a step ready that is larger than a pipe."""
+        text = ("import os, signal, time\n"
+                "from megatron_augtree.config import AugTreeConfig\n"
+                "from megatron_augtree.data.groups import Group, Response\n"
+                "from megatron_augtree.mcore.sampler import GroupSampler, step_loader\n"
+                "from megatron_augtree.planning.model import ModelShape\n"
+                "groups = [Group('g', tuple(range(99999)), (Response((1,), (True,)),))]\n"
+                "loader = iter(step_loader(groups, GroupSampler(1, 1, steps=9), "
+                "ModelShape(1, 8, 8, 8, 1, 1, 8, 8), 1, AugTreeConfig(), workers=1))\n"
+                "next(loader)\n"
+                "time.sleep(1)\n"
+                "os.kill(os.getpid(), signal.SIGKILL)\n")
+        command = [sys.executable, "-W", "ignore", "-c", text]
+        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                              start_new_session=True) as process:
+            try:
+                process.communicate(timeout=45)  # ends when the last process with the pipe has
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
 
 
 def test_peak_memory_sees_a_short_lived_tensor():
