@@ -59,7 +59,7 @@ class AugTreeConfig:
             move_kv, move_q, local), phase (fused, phased); empty leaves everything to the planner.
         plan_path: a plan in JSON to run instead of planning; empty leaves it to the planner.
         memory_budget_gib: upper limit of predicted peak memory above the built model, GiB a rank;
-            0 means no limit.
+            0 means the memory of the cluster preset.
         min_shared_rows: groups share a spine only where it has at least this many rows.
         kernel: attention kernel, ``auto``, ``reference`` or ``cpu_flash``.
         cluster: preset that prices plans: cpu, a100, h100, h200 or paper (``planning/cluster.py``).

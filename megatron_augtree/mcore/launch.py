@@ -34,7 +34,7 @@ from megatron_augtree.mcore import build
 
 T = TypeVar("T")
 
-USER_ERROR, LOST_PEER = 2, 1
+USER_ERROR, LOST_PEER, INTERRUPTED = 2, 1, 130
 #: Ranks start at different times on a busy machine.
 _JOIN_TIMEOUT = timedelta(minutes=10)
 
@@ -184,6 +184,10 @@ def run(main: Callable[[], None]) -> None:
     except AugTreeError as error:
         _say(str(error) if alone else f"rank {env_rank()}: {error}")
         code = USER_ERROR
+    except KeyboardInterrupt:
+        # Not an Exception: without this a rank would wait at exit for peers that are ending too.
+        _say(f"rank {env_rank()}: interrupted")
+        code = INTERRUPTED
     except Exception as error:
         code = LOST_PEER
         if is_lost_peer(error):

@@ -137,6 +137,19 @@ class TestLaunch:
             process.kill()
         assert process.returncode == 1 and message.startswith("rank 1: a peer was lost")
 
+    def test_an_interrupted_rank_says_so_and_ends_without_its_peers(self, monkeypatch, capfd):
+        """Ctrl-C is no Exception; a rank that waits at exit for its peers would have to be killed."""
+        ended = []
+        monkeypatch.setattr(launch, "env_world", lambda: 2)
+        monkeypatch.setattr(launch, "_watch_for_stop", lambda: None)
+        monkeypatch.setattr(launch.os, "_exit", ended.append)
+
+        def main():
+            raise KeyboardInterrupt
+
+        launch.run(main)
+        assert ended == [130] and capfd.readouterr().err == "rank 0: interrupted\n"
+
     def test_a_killed_rank_leaves_no_data_worker_behind(self):
         """Also where the worker has a step ready that is larger than a pipe."""
         text = ("import os, signal, time\n"
