@@ -42,8 +42,17 @@ from megatron_augtree.mcore.arguments import (
     augtree_config,
     check_supported,
 )
-from megatron_augtree.mcore.build import build_config, build_model
-from megatron_augtree.mcore.checkpoint import Checkpoint, Made, Progress, latest, made_for, save
+from megatron_augtree.mcore.build import build_config, build_model, tensor_parallel_size
+from megatron_augtree.mcore.checkpoint import (
+    FORMATS,
+    Checkpoint,
+    Made,
+    Progress,
+    check_format,
+    latest,
+    made_for,
+    save,
+)
 from megatron_augtree.mcore.launch import RankParser, agree, env_world
 from megatron_augtree.mcore.report import Report, StepRecord
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
@@ -96,6 +105,12 @@ def parser() -> RankParser:
     )
     group.add_argument(
         "--save-interval", type=int, default=0, help="iterations from one checkpoint to the next"
+    )
+    group.add_argument(
+        "--ckpt-format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="of checkpoints that are written: torch_dist is Megatron's, for any number of ranks",
     )
     group.add_argument("--load", default="", metavar="DIR", help="resume the newest checkpoint")
     group.add_argument(
@@ -169,7 +184,7 @@ def prepare(args: argparse.Namespace, world: int | None = None) -> Training:
 
     Args:
         args: of `parser`.
-        world: ranks of the pool; None is torchrun's.
+        world: all ranks; None is torchrun's.
 
     Raises:
         AugTreeError: the first thing that is wrong.
@@ -179,7 +194,8 @@ def prepare(args: argparse.Namespace, world: int | None = None) -> Training:
     check_flags(args, config)
     groups = tuple(load_groups(args))
     objective.check_groups(groups, args.objective, loss)
-    world = world or env_world()
+    world = (world or env_world()) // tensor_parallel_size(args, world or env_world())
+    check_format(args)
     made = made_for(args, world)
     data = group_files.fingerprint(groups) + (f"/shuffled {args.seed}" if args.shuffle else "")
     checkpoint = latest(args.load) if args.load else None
@@ -282,7 +298,11 @@ class Trainer:
         if training.checkpoint is not None:
             agree(lambda: training.checkpoint.load_model(model))
         self.ddp: DistributedDataParallel = wrap_model(
-            model, distributed_optimizer=args.use_distributed_optimizer
+            model,
+            distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            bucket_size=args.ddp_bucket_size,
         )
         self.optimizer = make_optimizer(args, self.ddp)
         values = {"temperature": training.loss.temperature, "entropy": training.loss.entropy_coef > 0}
@@ -291,7 +311,7 @@ class Trainer:
         else:
             self.schedule = AugTreeSchedule(training.config, transport=transport, **values)
         if training.checkpoint is not None and not args.finetune:
-            agree(lambda: training.checkpoint.load_training(self.optimizer))
+            agree(lambda: training.checkpoint.load_training(self.ddp.module, self.optimizer))
         self.progress = training.progress
         self.longest = objective.longest_response(training.groups)
 
@@ -346,8 +366,12 @@ class Trainer:
 
     def save(self) -> str:
         """Writes a checkpoint; every rank calls it."""
-        training = self.training
-        return save(training.args.save, training.made, self.progress, self.ddp.module, self.optimizer)
+        training, args = self.training, self.training.args
+        if args.overlap_param_gather:
+            self.ddp.start_param_sync(force_sync=True)  # which the next forward would have done
+        return save(
+            args.save, training.made, self.progress, self.ddp.module, self.optimizer, args.ckpt_format
+        )
 
 
 def train(training: Training, transport: Transport | None = None) -> tuple[list[StepRecord], Trainer]:

@@ -61,6 +61,8 @@ class AugTreeConfig:
         memory_budget_gib: upper limit of predicted peak memory above the built model, GiB a rank;
             0 means the memory of the cluster preset.
         min_shared_rows: groups share a spine only where it has at least this many rows.
+        keep_attention: of the layers that --recompute-granularity runs again in the backward, how many, from
+            the first, keep what attention gave, so that neither it nor its traffic is repeated; -1 means all.
         kernel: attention kernel, ``auto``, ``reference`` or ``cpu_flash``.
         cluster: preset that prices plans: cpu, a100, h100, h200 or paper (``planning/cluster.py``).
         logit_chunk_mib: logits kept at once by the output layer, MiB.
@@ -74,6 +76,7 @@ class AugTreeConfig:
     plan_path: str = ""
     memory_budget_gib: float = 0.0
     min_shared_rows: int = 16
+    keep_attention: int = 0
     kernel: str = "auto"
     cluster: str = "cpu"
     logit_chunk_mib: int = 256
@@ -89,14 +92,15 @@ class AugTreeConfig:
             )
         # Written so that a budget of NaN fails too.
         good = self.degree >= 0 and 0 <= self.memory_budget_gib < float("inf")
-        if not good or self.min_shared_rows < 1 or self.logit_chunk_mib < 1:
+        if not good or self.min_shared_rows < 1 or self.logit_chunk_mib < 1 or self.keep_attention < -1:
             raise AugTreeError(
                 "a setting is out of range",
                 values=f"--context-parallel-size {self.degree}, --augtree-memory-budget-gib "
                 f"{self.memory_budget_gib}, --augtree-min-shared-rows {self.min_shared_rows}, "
-                f"--augtree-logit-chunk-mib {self.logit_chunk_mib}",
+                f"--augtree-logit-chunk-mib {self.logit_chunk_mib}, --augtree-keep-attention "
+                f"{self.keep_attention}",
                 rule="sizes and budgets are finite and not negative; shared rows and logit chunks are at "
-                "least 1",
+                "least 1; layers that keep attention at least 0, or -1 for all",
                 remedy="correct the flag",
             )
 

@@ -14,14 +14,13 @@ import argparse
 import functools
 import json
 import os
-import platform
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from megatron_augtree.tools.measure import commit, interval, machine, torchrun, write_json
 
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1024 --vocab-size 4096 "
@@ -52,7 +51,7 @@ def main() -> None:
         print(table(name, found), flush=True)
         failed += [f"{name}: {claim}" for claim, good in found["claims"].items() if not good]
         if args.json:
-            write(args.json, report)
+            write_json(args.json, report)
     for claim in failed:
         print(f"NOT SHOWN  {claim}")
     sys.exit(bool(failed))
@@ -89,6 +88,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         torchrun(
+            RANKS,
             __file__,
             "--worker",
             str(out),
@@ -105,23 +105,6 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     return summary(name, found, peaks, budget)
 
 
-def torchrun(*command: str) -> None:
-    """Two ranks, one thread each; output only where it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    full = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(RANKS),
-        *command,
-    ]
-    done = subprocess.run(full, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(full)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
-
-
 def peak(name: str, mode: str, args: argparse.Namespace, *more: str) -> dict:
     """Peak resident memory above the built model, a rank, from a fresh process."""
     from safetensors import safe_open
@@ -130,6 +113,7 @@ def peak(name: str, mode: str, args: argparse.Namespace, *more: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         dump = str(Path(folder) / "dump.safetensors")
         torchrun(
+            RANKS,
             str(Path(__file__).with_name("replay.py")),
             "--data",
             str(Path(args.data_dir) / file),
@@ -192,7 +176,7 @@ def worker(args: argparse.Namespace) -> None:
                 times[mode].append(time.perf_counter() - started)
     if dist.get_rank() == 0:
         batch, ring = runs["augtree"][1], runs["ring"][1]
-        write(
+        write_json(
             args.worker,
             {
                 "seconds": times,
@@ -242,13 +226,6 @@ def summary(name: str, found: dict, peaks: dict, budget: float) -> dict:
     }
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """80 % interval of the median, by resampling with a fixed seed."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return medians[200], medians[1799]
-
-
 def table(name: str, found: dict) -> str:
     """The figures of a workload as text."""
     lines = [
@@ -265,26 +242,6 @@ def table(name: str, found: dict) -> str:
         )
     lines += [f"{'shown' if good else 'NOT SHOWN':10} {claim}" for claim, good in found["claims"].items()]
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """What ran this."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def commit() -> str:
-    """The commit of the checkout, if it is one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def write(path: str, data: dict) -> None:
-    """JSON in one atomic rename."""
-    partial = f"{path}.partial"
-    Path(partial).write_text(json.dumps(data, indent=1))
-    os.replace(partial, path)
 
 
 if __name__ == "__main__":

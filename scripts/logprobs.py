@@ -30,6 +30,7 @@ from unshared import check_memory, unshared_logprobs
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.data.groups import Group, Response, fold, write_groups
+from megatron_augtree.mcore.agreement import compare_ranks
 from megatron_augtree.mcore.arguments import augtree_config
 from megatron_augtree.mcore.build import build_model
 from megatron_augtree.mcore.launch import (
@@ -42,7 +43,7 @@ from megatron_augtree.mcore.launch import (
     start,
 )
 from megatron_augtree.mcore.sampler import model_shape, plan_step
-from megatron_augtree.mcore.schedule import AugTreeSchedule, compare_ranks, forward_step
+from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.update import pool_size
 from megatron_augtree.mcore.weights import check_output, load_weights
 

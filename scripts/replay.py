@@ -46,6 +46,7 @@ from unshared import check_memory, response_mask, unshared_logprobs
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, UnsupportedError
 from megatron_augtree.data.groups import Group, Response
+from megatron_augtree.mcore.agreement import compare_ranks
 from megatron_augtree.mcore.arguments import (
     add_augtree_arguments,
     add_model_arguments,
@@ -74,7 +75,7 @@ from megatron_augtree.mcore.objective import (
     loss_constant,
 )
 from megatron_augtree.mcore.sampler import StepBatch, model_shape, plan_step
-from megatron_augtree.mcore.schedule import AugTreeSchedule, compare_ranks, forward_step
+from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, pool_size, wrap_model
 from megatron_augtree.mcore.weights import (
     check_folder,

@@ -50,31 +50,30 @@ class Limit:
         return self.flag.lstrip("-").replace("-", "_")
 
 
-_ONE_RANK = "a pool holds whole models: its ranks are data- and context-parallel ranks"
+_ONE_STAGE = "the ranks of a pool hold all layers: they are data- and context-parallel ranks"
 _ONE_MASK = ("one random mask on a shared prompt row would serve all branches, where the un-shared run draws "
              "one for every branch")
 _PLAIN = "attention is plain causal softmax attention over a row's ancestors"
-_ROPE = "rows of many branches stand at one position: positions enter by rotary embedding of whole heads"
+_ROPE = ("rows of many branches stand at one position: it is one number a row, and enters by rotary embedding "
+         "or not at all")
+_FP8 = "scaling factors would see a shared prompt once"
 _OFF = (None, False)
 _LEAVE = "leave it out"
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("--tensor-model-parallel-size", "tensor_model_parallel_size", (1,), _ONE_RANK, "set it to 1"),
-    Limit("--pipeline-model-parallel-size", "pipeline_model_parallel_size", (1,), _ONE_RANK, "set it to 1"),
+    Limit("--pipeline-model-parallel-size", "pipeline_model_parallel_size", (1,), _ONE_STAGE, "set it to 1"),
     Limit("--virtual-pipeline-model-parallel-size", "virtual_pipeline_model_parallel_size", (None, 1),
-          _ONE_RANK, _LEAVE),
-    Limit("--expert-model-parallel-size", "expert_model_parallel_size", (1,), _ONE_RANK, "set it to 1"),
-    Limit("--sequence-parallel", "sequence_parallel", _OFF, _ONE_RANK, _LEAVE),
+          _ONE_STAGE, _LEAVE),
+    Limit("--expert-model-parallel-size", "expert_model_parallel_size", (1,), _ONE_STAGE, "set it to 1"),
     Limit("--num-experts", "num_moe_experts", (None,),
           "routing statistics would count a shared prompt once, the un-shared run counts it every time",
           "use a dense model"),
-    Limit("--recompute-granularity", "recompute_granularity", (None,),
-          "a recomputed layer would exchange keys and values again, in the order of the backward", _LEAVE),
+    Limit("--distribute-saved-activations", "distribute_saved_activations", _OFF,
+          "rows are cut over tensor-parallel ranks by --sequence-parallel only", "use --sequence-parallel"),
     Limit("--attention-dropout", "attention_dropout", (0, None), _ONE_MASK, "set it to 0"),
     Limit("--hidden-dropout", "hidden_dropout", (0, None), _ONE_MASK, "set it to 0"),
-    Limit("--position-embedding-type", "position_embedding_type", ("rope",), _ROPE,
-          "use --position-embedding-type rope"),
-    Limit("--rotary-percent", "rotary_percent", (1,), _ROPE, "set it to 1.0"),
+    Limit("--position-embedding-type", "position_embedding_type", ("rope", "yarn", "none"), _ROPE,
+          "use rope, yarn or none"),
     Limit("--window-size", "window_size", (None,), _PLAIN, _LEAVE),
     Limit("--softmax-type", "softmax_type", ("vanilla", None), _PLAIN, "use --softmax-type vanilla"),
     Limit("--attn-logit-softcapping", "attn_logit_softcapping", (None, 0), _PLAIN, _LEAVE),
@@ -82,12 +81,17 @@ LIMITS: tuple[Limit, ...] = (
     Limit("--log-max-attention-logit", "log_max_attention_logit", _OFF, "tiles keep no largest score",
           _LEAVE),
     Limit("--multi-latent-attention", "multi_latent_attention", _OFF,
-          "keys and values have one width and are rotated before attention", _LEAVE),
+          "keys and values come from a latent and are rotated by sequence, not by row", _LEAVE),
     Limit("--experimental-attention-variant", "experimental_attention_variant", (None,), _PLAIN, _LEAVE),
     Limit("--mtp-num-layers", "mtp_num_layers", (None, 0),
           "predicting further tokens would run across the boundary of a branch", _LEAVE),
-    Limit("--fp8", "fp8", (None, False), "scaling factors would see a shared prompt once", "use --dtype"),
-    Limit("--fp4", "fp4", (None, False), "scaling factors would see a shared prompt once", "use --dtype"),
+    Limit("--fp8", "fp8", _OFF, _FP8, "use --dtype"),
+    Limit("--fp8-dot-product-attention", "fp8_dot_product_attention", _OFF, _FP8, _LEAVE),
+    Limit("--fp8-multi-head-attention", "fp8_multi_head_attention", _OFF, _FP8, _LEAVE),
+    Limit("--fp4", "fp4", _OFF, _FP8, "use --dtype"),
+    Limit("--use-kitchen-attention", "use_kitchen_attention", _OFF, _PLAIN, _LEAVE),
+    Limit("--use-mup", "use_mup", _OFF,
+          "the output layer returns log-probs, and MuP scales logits behind it", _LEAVE),
     Limit("--enable-cuda-graph", "enable_cuda_graph", _OFF, "every pass has its own program", _LEAVE),
     Limit("--external-cuda-graph", "external_cuda_graph", _OFF, "every pass has its own program", _LEAVE),
     Limit("--cuda-graph-impl", "cuda_graph_impl", ("none", None), "every pass has its own program",
@@ -97,8 +101,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("--cpu-offloading", "cpu_offloading", _OFF, "keys and values are still being sent", _LEAVE),
     Limit("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _OFF,
           "keys and values are still being sent", _LEAVE),
-    Limit("--is-hybrid-model", "is_hybrid_model", _OFF, "the state of a state-space layer is not keys and "
-          "values", "use a transformer"),
     Limit("--heterogeneous-layers-config-path", "heterogeneous_block_specs", _OFF,
           "plans are priced for layers of one shape", _LEAVE),
 )
@@ -110,24 +112,32 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size"):
         group.add_argument(flag, type=int, required=True)
     for flag, default in (("--ffn-hidden-size", None), ("--kv-channels", None), ("--num-query-groups", 1),
-                          ("--max-position-embeddings", 4096), ("--rotary-base", 10000)):
+                          ("--max-position-embeddings", 4096), ("--rotary-base", 10000),
+                          ("--rotary-seq-len-interpolation-factor", None),
+                          ("--yarn-original-max-position-embeddings", 4096)):
         group.add_argument(flag, type=int, default=default)
     for flag, default in (("--norm-epsilon", 1e-5), ("--init-method-std", 0.02), ("--rotary-percent", 1.0),
+                          ("--rope-scaling-factor", 8.0), ("--rotary-scaling-factor", 1.0),
+                          ("--mscale", 1.0), ("--mscale-all-dim", 0.0),
                           ("--softmax-scale", None), ("--attention-dropout", 0.0), ("--hidden-dropout", 0.0),
                           ("--attn-logit-softcapping", None)):
         group.add_argument(flag, type=float, default=default)
     for flag in ("--group-query-attention", "--swiglu", "--disable-bias-linear", "--add-qkv-bias",
-                 "--qk-layernorm", "--untie-embeddings-and-output-weights", "--rotary-interleaved"):
+                 "--qk-layernorm", "--untie-embeddings-and-output-weights", "--rotary-interleaved",
+                 "--use-rope-scaling"):
         group.add_argument(flag, action="store_true")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    group.add_argument("--position-embedding-type", default="rope")
+    group.add_argument("--position-embedding-type", default="rope", help="rope, yarn or none")
     group.add_argument("--dtype", choices=DTYPES, default="float32")
     group = parser.add_argument_group("parallelism and memory")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size",
                  "--expert-model-parallel-size"):
         group.add_argument(flag, type=int, default=1)
-    for flag in ("--use-distributed-optimizer", "--sequence-parallel"):
+    for flag in ("--use-distributed-optimizer", "--sequence-parallel", "--overlap-grad-reduce",
+                 "--overlap-param-gather"):
         group.add_argument(flag, action="store_true")
+    group.add_argument("--ddp-bucket-size", type=int, default=None,
+                       help="parameters that are reduced together; default Megatron's")
     group.add_argument("--recompute-granularity", choices=("full", "selective"), default=None)
     group.add_argument("--recompute-method", choices=("uniform", "block"), default=None)
     group.add_argument("--recompute-num-layers", type=int, default=None)
@@ -158,7 +168,10 @@ def add_augtree_arguments(parser: argparse.ArgumentParser, *, more_modes: Sequen
             raise argparse.ArgumentTypeError(str(_mode_error(text, modes)))
         return text
 
+    theirs = {action.dest for action in parser._actions}  # Megatron's own has --context-parallel-size
     for field in dataclasses.fields(AugTreeConfig):
+        if _dest(field.name) in theirs:
+            continue
         kind = mode if field.name == "mode" else type(field.default)
         # Without a mode the run is stock Megatron: AugTree is never switched on by a default.
         default = None if field.name == "mode" else field.default

@@ -14,10 +14,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_augtree.config import InputError
+from megatron_augtree.config import InputError, UnsupportedError
 from megatron_augtree.mcore import cpu
 from megatron_augtree.mcore.arguments import check_supported
 from megatron_augtree.mcore.layer_spec import augtree_spec, prepare_model
+from megatron_augtree.mcore.norms import sequence_parallel_spec
 
 #: Arguments that say where files lie: what is in the files is compared elsewhere.
 _PATHS = {"data", "data_path", "load", "save", "dump", "output", "augtree_plan", "augtree_trace_dir",
@@ -50,8 +51,50 @@ def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float =
     compare_flags(args)
     if not parallel_state.is_initialized():
         # --context-parallel-size limits plans; Megatron's own groups see the pool as one dp_cp group.
-        parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout_s / 60)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel_size(args, dist.get_world_size()),
+            distributed_timeout_minutes=timeout_s / 60)
     model_parallel_cuda_manual_seed(seed)
+
+
+def tensor_parallel_size(args: argparse.Namespace, world: int) -> int:
+    """Ranks that hold the slices of one model.
+
+    Args:
+        args: of ``add_model_arguments``.
+        world: all ranks.
+
+    Raises:
+        UnsupportedError: the world, the heads, the MLP or the vocabulary cannot be cut so.
+    """
+    size = args.tensor_model_parallel_size
+    width = ffn_width(args)
+    rules = (
+        (size >= 1 and world % size == 0, f"{world} ranks", "the ranks are a multiple of it"),
+        (args.num_attention_heads % size == 0, f"--num-attention-heads {args.num_attention_heads}",
+         "every rank holds as many heads"),
+        (width % size == 0, f"--ffn-hidden-size {width}", "every rank holds as much of the MLP"),
+        (args.vocab_size % size == 0, f"--vocab-size {args.vocab_size}",
+         "every rank holds as much of the vocabulary"),
+        (size > 1 or not args.sequence_parallel, "--sequence-parallel",
+         "sequence parallelism cuts rows over tensor-parallel ranks"),
+    )
+    broken = [(found, rule) for holds, found, rule in rules if not holds]
+    if broken:
+        raise UnsupportedError(
+            "tensor parallelism does not fit",
+            values=f"--tensor-model-parallel-size {size}, " + ", ".join(found for found, _ in broken),
+            rule="; ".join(rule for _, rule in broken),
+            remedy="choose a size that divides all of them (pad the vocabulary if need be)",
+        )
+    return size
+
+
+def ffn_width(args: argparse.Namespace) -> int:
+    """Width of the MLP's inner layer: the flag's, or Megatron's default."""
+    # A gated MLP has three matrices, kept at two thirds of the width of two.
+    default = max(64, int(4 * args.hidden_size * 2 / 3 / 64) * 64) if args.swiglu else 4 * args.hidden_size
+    return args.ffn_hidden_size or default
 
 
 def compare_flags(args: argparse.Namespace) -> None:
@@ -91,17 +134,13 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
     """
     check_supported(args)
     dtype = getattr(torch, args.dtype)
-    hidden = args.hidden_size
-    # Megatron's defaults: a gated MLP has three matrices, kept at two thirds of the width of two.
-    default = max(64, int(4 * hidden * 2 / 3 / 64) * 64) if args.swiglu else 4 * hidden
-    ffn = args.ffn_hidden_size or default
     activation = {"activation_func": torch.nn.functional.silu} if args.swiglu else {}
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=args.num_layers,
-        hidden_size=hidden,
+        hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        ffn_hidden_size=ffn,
+        ffn_hidden_size=ffn_width(args),
         kv_channels=args.kv_channels,
         normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
@@ -116,10 +155,26 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         hidden_dropout=args.hidden_dropout,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
         use_cpu_initialization=True,
         calculate_per_token_loss=True,
         **activation,
     )
+    if args.position_embedding_type == "yarn":
+        vars(config).update(_yarn(args))
+    return config
+
+
+def _yarn(args: argparse.Namespace) -> dict[str, float | bool]:
+    """What megatron-core reads off a configuration for YaRN, though it has no fields for it."""
+    return {"yarn_rotary_scaling_factor": args.rotary_scaling_factor,
+            "yarn_original_max_position_embeddings": args.yarn_original_max_position_embeddings,
+            "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": args.mscale,
+            "yarn_mscale_all_dim": args.mscale_all_dim, "yarn_correction_range_round_to_int": True}
 
 
 def build_model(args: argparse.Namespace, *, augtree: bool, seed: int,
@@ -137,12 +192,17 @@ def build_model(args: argparse.Namespace, *, augtree: bool, seed: int,
     """
     config = build_config(args)
     spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    if args.sequence_parallel:
+        spec = sequence_parallel_spec(spec, args.num_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPTModel(
             config, augtree_spec(spec) if augtree else spec, vocab_size=args.vocab_size,
-            max_sequence_length=args.max_position_embeddings, position_embedding_type="rope",
+            max_sequence_length=args.max_position_embeddings,
+            position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )
     model.to(config.params_dtype)  # torch's norms are built in fp32

@@ -13,13 +13,16 @@ import copy
 import functools
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from megatron_augtree.config import AugTreeError, UnsupportedError
@@ -27,11 +30,23 @@ from megatron_augtree.mcore.arguments import check_config
 from megatron_augtree.mcore.output_layer import ScoredProjection
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.rotary import PackSlot, RowRotary
+from megatron_augtree.mcore.selfcheck import check_release
 from megatron_augtree.runtime.tree_attention import tree_attention
+
+try:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+except ImportError:  # its former name
+    from megatron.core.models.mamba import MambaModel as HybridModel
+
+Model = GPTModel | HybridModel
 
 #: Core attentions that compute plain causal softmax attention, by class name: Transformer Engine's class
 #: cannot be imported without it. Any other may cap, bias or window its scores, and is refused.
 PLAIN_ATTENTION = ("DotProductAttention", "TEDotProductAttention")
+
+
+#: Mask types, by name, that let a row see itself and what stands before it.
+CAUSAL_MASKS = ("causal", "padding_causal")
 
 
 class AugTreeAttention(MegatronModule):
@@ -65,6 +80,7 @@ class AugTreeAttention(MegatronModule):
                           attention_type=attention_type, softmax_scale=softmax_scale, **kwargs)
         _check_plain(type(stock).__name__)
         self.stock = stock
+        self.register_load_state_dict_post_hook(_name_as_stock)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                 attn_mask_type: Any = None, attention_bias: Tensor | None = None,
@@ -74,7 +90,7 @@ class AugTreeAttention(MegatronModule):
         Args:
             query: ``[T, 1, Hq, D]``, rotated.
             key: ``[T, 1, Hkv, D]``, rotated.
-            value: ``[T, 1, Hkv, D]``.
+            value: ``[T, 1, Hkv, Dv]``; Dv is D in megatron-core's own modules.
             attention_mask: ``None`` for a pack of ours: the tree is the mask.
             attn_mask_type: handed to ``stock``.
             attention_bias: ``None`` for a pack of ours.
@@ -82,10 +98,10 @@ class AugTreeAttention(MegatronModule):
             kwargs: handed to ``stock``.
 
         Returns:
-            ``[T, 1, Hq * D]``.
+            ``[T, 1, Hq * Dv]``.
 
         Raises:
-            UnsupportedError: a batch, a mask, a bias, cross attention or unequal widths.
+            UnsupportedError: a batch, a mask, a bias or cross attention.
             AugTreeError: the model was not prepared, so its rotary embedding would be wrong.
         """
         pack = packed_seq_params
@@ -113,8 +129,6 @@ class AugTreeAttention(MegatronModule):
             (query.shape[1] == 1, f"batch of {query.shape[1]}", "a pack is one batch entry of T rows"),
             (query.shape[0] == key.shape[0] == value.shape[0],
              f"{query.shape[0]} queries, {key.shape[0]} keys", "queries and keys are the same rows"),
-            (key.shape[-1] == value.shape[-1], f"key width {key.shape[-1]}, value width {value.shape[-1]}",
-             "keys and values have one width (--kv-channels)"),
             (mask is None, "attention_mask", "the tree is the mask"),
             (bias is None, "attention_bias", "scores carry no bias"),
         )
@@ -134,13 +148,23 @@ class AugTreeAttention(MegatronModule):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict:
         """The stock core attention's, under this module's prefix."""
-        sharded = getattr(self.stock, "sharded_state_dict", None)
-        return sharded(*args, **kwargs) if sharded is not None else {}
+        return sharded_state_dict_default(self.stock, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}stock.{name[len(prefix):]}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _name_as_stock(module: AugTreeAttention, incompatible: Any) -> None:
+    """Tells keys by the stock module's names, and lets its own hooks see them under these.
+
+    Transformer Engine's hook forgives, by name, the extra states that checkpoints of others lack.
+    """
+    for keys in incompatible:
+        keys[:] = [key.replace("core_attention.stock.", "core_attention.") for key in keys]
+    for hook in module.stock._load_state_dict_post_hooks.values():
+        hook(module.stock, incompatible)
 
 
 def _check_plain(name: str) -> None:
@@ -199,22 +223,28 @@ class Handle:
     """What ``prepare_model`` changed in a model, and the way back.
 
     Attributes:
-        model: the ``GPTModel`` inside any wrappers.
+        model: the ``GPTModel`` or hybrid model inside any wrappers.
     """
 
-    def __init__(self, model: GPTModel, logit_chunk_bytes: int) -> None:
+    def __init__(self, model: Model, logit_chunk_bytes: int) -> None:
         self.model, self.slot = model, PackSlot()
+        base = GPTModel if isinstance(model, GPTModel) else HybridModel
+        self._arguments = tuple(inspect.signature(base.forward).parameters)[1:]
         self._attentions, self._added = [], []
         for layer in model.decoder.layers:
-            self._bind_attention(layer)
-        self._forwards = [(model.rotary_pos_emb, RowRotary(model.rotary_pos_emb, self.slot))]
+            if _attends(layer):
+                self._bind_attention(layer)
+        self._forwards = []
+        if hasattr(model, "rotary_pos_emb"):  # a model without positions has none
+            self._forwards.append((model.rotary_pos_emb, RowRotary(model.rotary_pos_emb, self.slot)))
         if model.post_process:
             self._forwards.append(
                 (model.output_layer, ScoredProjection(model.output_layer, self.slot, logit_chunk_bytes)))
         for module, bound in self._forwards:
             # On the instance: module tree, parameters and state-dict keys stay as they are.
             module.forward = bound.forward
-        self._hooks = [model.register_forward_pre_hook(self._enter, with_kwargs=True),
+        self._hooks = [model.decoder.register_forward_pre_hook(self._connect, with_kwargs=True),
+                       model.register_forward_pre_hook(self._enter, with_kwargs=True),
                        model.register_forward_hook(self._leave, always_call=True)]
 
     def _bind_attention(self, layer: torch.nn.Module) -> None:
@@ -225,19 +255,29 @@ class Handle:
                 stock.config, layer.layer_number, softmax_scale=attention.config.softmax_scale, stock=stock)
             self._added.append(attention)
         attention.core_attention.bound = True
+        # Key of the prompt state. Not Megatron's number: layer kinds of a hybrid model count differently.
+        attention.core_attention.layer = len(self._attentions)
         self._attentions.append(attention.core_attention)
 
-    def _enter(self, model: GPTModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = dict(zip(_FORWARD_ARGUMENTS, args, strict=False), **kwargs)
+    def _enter(self, model: Model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = dict(zip(self._arguments, args, strict=False), **kwargs)
         pack = given.get("packed_seq_params")
         if not isinstance(pack, AugTreePackedSeqParams):
             return args, kwargs
         _check_pack(pack, given)
         self.slot.pack, ids = pack, given.get("input_ids")
-        pack.padding = 0 if pack.positions.numel() else 1
+        pack.padding = _padding(pack.positions.numel(), model.config)
         if pack.padding and ids is not None:
-            given["input_ids"] = ids.new_zeros((1, pack.padding))
+            given["input_ids"] = torch.nn.functional.pad(ids, (0, pack.padding))
         return (), given
+
+    def _connect(self, decoder: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Full recompute drops all gradients behind an input without one (a frozen embedding)."""
+        hidden = kwargs.get("hidden_states")
+        recomputed = decoder.config.recompute_granularity == "full" and decoder.training
+        if self.slot.pack is not None and recomputed and torch.is_grad_enabled() and not hidden.requires_grad:
+            kwargs["hidden_states"] = hidden.detach().requires_grad_()
+        return args, kwargs
 
     def _leave(self, *_: Any) -> None:
         self.slot.pack = None
@@ -257,11 +297,14 @@ class Handle:
         del self.model.augtree_handle
 
 
-_FORWARD_ARGUMENTS = tuple(inspect.signature(GPTModel.forward).parameters)[1:]
+def _padding(rows: int, config: Any) -> int:
+    """Rows to add: a pack is never empty, and sequence parallelism cuts it into equal parts."""
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return -rows % parts if rows else parts
 
 
 def _check_pack(pack: AugTreePackedSeqParams, given: dict) -> None:
-    ids = given.get("input_ids")
+    ids, position_ids = given.get("input_ids"), given.get("position_ids")
     rows = None if pack.positions is None else pack.positions.numel()
     rules = (
         (rows is not None and pack.scored is not None and pack.score is not None,
@@ -269,8 +312,12 @@ def _check_pack(pack: AugTreePackedSeqParams, given: dict) -> None:
         (ids is None or rows is None or tuple(ids.shape) == (1, rows),
          f"input_ids {None if ids is None else list(ids.shape)}, {rows} positions",
          "input_ids is [1, T], one batch entry, with T positions"),
+        (position_ids is None or rows is None or position_ids.numel() == rows,
+         f"position_ids {None if position_ids is None else list(position_ids.shape)}, {rows} rows",
+         "a row has one position, and the pack's counts: position_ids is None or [1, T]"),
         (given.get("labels") is None, "labels", "log-probs come from score, not from labels"),
         (given.get("attention_mask") is None, "attention_mask", "the tree is the mask"),
+        (given.get("output_processor") is None, "output_processor", "log-probs come from score"),
         (given.get("inference_context") is None, "inference_context", "packs are not decoded step by step"),
     )
     broken = [(found, rule) for holds, found, rule in rules if not holds]
@@ -286,7 +333,8 @@ def prepare_model(model: torch.nn.Module, *, logit_chunk_mib: int = 256) -> Hand
     """Binds attention, rotary embedding and output layer of a built model; a second call changes nothing.
 
     Args:
-        model: a ``GPTModel``, bare or inside DDP and ``Float16Module``.
+        model: a ``GPTModel`` or a hybrid model of attention and MLP layers, bare or inside DDP and
+            ``Float16Module``.
         logit_chunk_mib: logits kept at once by the output layer, MiB (``AugTreeConfig.logit_chunk_mib``).
 
     Returns:
@@ -295,31 +343,47 @@ def prepare_model(model: torch.nn.Module, *, logit_chunk_mib: int = 256) -> Hand
     Raises:
         UnsupportedError: the model has something that AugTree does not compute exactly.
     """
-    while not isinstance(model, GPTModel):
+    while not isinstance(model, (GPTModel, HybridModel)):
         if not isinstance(getattr(model, "module", None), torch.nn.Module):
             raise UnsupportedError(
                 "AugTree cannot bind to this model", values=f"model = {type(model).__name__}",
-                rule="it is a megatron-core GPTModel, bare or wrapped", remedy="pass a GPTModel",
+                rule="it is a megatron-core GPTModel or hybrid model, bare or wrapped",
+                remedy="pass the language model",
             )
         model = model.module
     handle = getattr(model, "augtree_handle", None)
     if handle is not None:
         return handle
+    check_release(megatron.core.__version__)
     check_config(model.config, model=model)
-    for layer in model.decoder.layers:
-        _check_layer(layer)
+    _check_layers(model.decoder.layers)
     model.augtree_handle = Handle(model, logit_chunk_mib << 20)
     return model.augtree_handle
 
 
-def _check_layer(layer: torch.nn.Module) -> None:
-    core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-    if core is None or not isinstance(getattr(layer, "cross_attention", IdentityOp()), IdentityOp):
+def _attends(layer: torch.nn.Module) -> bool:
+    """Whether a checked layer has attention; MLP layers of a hybrid model have none, and mix no rows."""
+    return not isinstance(layer.self_attention, IdentityOp)
+
+
+def _check_layers(layers: Iterable[torch.nn.Module]) -> None:
+    broken = []
+    for number, layer in enumerate(layers, 1):
+        attention = getattr(layer, "self_attention", None)
+        core = getattr(attention, "core_attention", None)
+        crosses = not isinstance(getattr(layer, "cross_attention", IdentityOp()), IdentityOp)
+        mask = getattr(getattr(attention, "attn_mask_type", None), "name", "causal")
+        if crosses or (core is None and not isinstance(attention, IdentityOp)):
+            kind = "" if core is not None or attention is None else f" with {type(attention).__name__}"
+            broken.append(f"layer {number} is a {type(layer).__name__}{kind}")
+        elif mask not in CAUSAL_MASKS:
+            broken.append(f"layer {number} has attn_mask_type {mask}")
+        elif core is not None and not isinstance(core, AugTreeAttention):
+            _check_plain(type(core).__name__)
+    if broken:
         raise UnsupportedError(
-            "a layer is not a plain self-attention layer",
-            values=f"layer {getattr(layer, 'layer_number', '?')} is a {type(layer).__name__}",
-            rule="every layer has self attention with a core attention, and no cross attention",
-            remedy="use a decoder-only GPT model without state-space or linear-attention layers",
+            "some layers are neither causal self attention nor MLP", values="; ".join(broken),
+            rule="a prompt is shared as keys and values: the state of a recurrent layer, or another "
+            "sequence's keys, are not",
+            remedy="use a decoder-only model of attention and MLP layers (hybrid layer pattern: * and -)",
         )
-    if not isinstance(core, AugTreeAttention):
-        _check_plain(type(core).__name__)

@@ -27,8 +27,8 @@ class AugTreePackedSeqParams(PackedSeqParams):
         context: the pass's runtime context, handed to ``tree_attention``.
         scored: local rows that carry a loss, int64 ``[n]``; only they reach the vocabulary projection.
         score: see ``Score``; the model returns ``[1, n, k]``.
-        padding: rows behind the T rows that belong to no plan. A bound model sets it: megatron-core cannot
-            run a pack of no rows, so a rank without rows runs one row of padding, which no row attends to.
+        padding: rows behind the T rows that belong to no plan, and which no row attends to. A bound model
+            sets it: megatron-core cannot run a pack of no rows, and sequence parallelism cuts equal parts.
     """
 
     positions: Tensor | None = None

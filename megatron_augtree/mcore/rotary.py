@@ -2,8 +2,8 @@
 
 Stock ``RotaryEmbedding.forward`` makes one table for positions 0, 1, 2, ... and, under context parallelism,
 cuts it as zigzag. The rows of a pack stand at any positions, several rows at the same one. So for packs of
-ours the bound forward takes the base module's table (all of its scaling and interleaving included) at
-``positions``; everything else falls through to the stock forward.
+ours the bound forward takes the base module's table (all of its scaling and interleaving included; a partial
+one is narrower than a head) at ``positions``; everything else falls through to the stock forward.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ class RowRotary:
     def __init__(self, base: RotaryEmbedding, slot: PackSlot) -> None:
         self.stock, self.slot, self.base = base.forward, slot, base
         self.table: Tensor | None = None
+        self.factor: tuple[float, ...] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles ``[T + padding, 1, 1, D]`` of the pack's rows; without a pack of ours, stock's table."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, float]:
+        """Angles ``[T + padding, 1, 1, D]`` of the pack's rows; without a pack of ours, what stock returns.
+
+        YaRN's come with its concentration factor, as the stock forward returns them.
+        """
         pack = self.slot.pack
         if pack is None:
             return self.stock(*args, **kwargs)
@@ -52,5 +56,8 @@ class RowRotary:
             # cache is keyed by arguments and would keep every table.
             grown = max(needed, 2 * (0 if self.table is None else self.table.shape[0]))
             with torch.no_grad():
-                self.table = self.base.get_emb(grown)
-        return self.table[positions.to(self.table.device)]
+                made = self.base.get_emb(grown)
+            self.table, *factor = made if isinstance(made, tuple) else (made,)
+            self.factor = tuple(factor)
+        angles = self.table[positions.to(self.table.device)]
+        return (angles, *self.factor) if self.factor else angles

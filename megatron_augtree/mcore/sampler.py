@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -61,21 +61,33 @@ class StepBatch:
 
 
 def model_shape(config: TransformerConfig, vocab_size: int) -> ModelShape:
-    """Sizes of a megatron-core model, as the planner wants them."""
+    """Sizes of a megatron-core model, as the planner wants them: of one tensor-parallel rank's slice."""
+    parts = config.tensor_model_parallel_size
     item = torch.empty((), dtype=config.params_dtype).element_size()
     return ModelShape(
         layers=config.num_layers,
         hidden=config.hidden_size,
-        ffn=config.ffn_hidden_size,
-        vocab=vocab_size,
-        q_heads=config.num_attention_heads,
-        kv_heads=config.num_query_groups or config.num_attention_heads,
+        ffn=config.ffn_hidden_size // parts,
+        vocab=vocab_size // parts,
+        q_heads=config.num_attention_heads // parts,
+        # Fewer groups than ranks: ranks of one group hold a copy of its keys and values.
+        kv_heads=max((config.num_query_groups or config.num_attention_heads) // parts, 1),
         k_dim=config.kv_channels,
         v_dim=config.kv_channels,
         gated=config.gated_linear_unit,
         item_bytes=item,
         accum_bytes=max(item, 4),
+        row_parts=parts if config.sequence_parallel else 1,
+        recomputed=_recomputed(config),
     )
+
+
+def _recomputed(config: TransformerConfig) -> int:
+    """Layers that keep their input only; selective recompute keeps nearly all of a layer."""
+    if config.recompute_granularity != "full":
+        return 0
+    whole = config.recompute_method == "uniform"
+    return config.num_layers if whole else min(config.recompute_num_layers, config.num_layers)
 
 
 def sequences_of(groups: Sequence[Group]) -> tuple[list[TokenSequence], list[int]]:
@@ -122,11 +134,33 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
         plan.check_fits(forest.shape, world)  # first: the other checks take its shape for granted
         plan.check(pairs=True)
     else:
-        candidates = [_candidate(config.mode, sequences, numbers, model, world, config)]
-        if config.mode == "augtree" and not config.force:
-            candidates.append(_candidate("ring", sequences, numbers, model, world, config))
-        forest, plan = _cheapest(candidates)
+        forest, plan = choose_plan(sequences, numbers, model, world, config)
     return StepBatch(tuple(groups), forest, plan, fingerprint(groups), time.perf_counter() - started)
+
+
+def choose_plan(
+    sequences: Sequence[TokenSequence],
+    numbers: Sequence[int],
+    model: ModelShape,
+    world: int,
+    config: AugTreeConfig,
+) -> tuple[Forest, Plan]:
+    """Trees and plan of some sequences: the mode's, or under ``augtree`` ring's where that is cheaper.
+
+    Args:
+        sequences: of the step.
+        numbers: [sequence] group number.
+        model, world, config: as for `plan_step`.
+
+    Raises:
+        InfeasiblePlanError: a forced plan or a memory budget that nothing satisfies.
+    """
+    kept = model.recomputed if config.keep_attention < 0 else min(model.recomputed, config.keep_attention)
+    model = replace(model, attention_kept=kept)
+    candidates = [_candidate(config.mode, sequences, numbers, model, world, config)]
+    if config.mode == "augtree" and not config.force:
+        candidates.append(_candidate("ring", sequences, numbers, model, world, config))
+    return _cheapest(candidates)
 
 
 def _forest(

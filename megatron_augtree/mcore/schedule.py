@@ -19,15 +19,26 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_augtree.attention.kernels import get_kernel
-from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
+from megatron_augtree.config import AugTreeConfig, AugTreeError
+from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
+from megatron_augtree.mcore.ddp import (
+    config_of,
+    finalize_gradients,
+    gather_parameters,
+    gather_parameters_now,
+    no_sync,
+)
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.sampler import StepBatch
+from megatron_augtree.mcore.shards import vocabulary_shard
 from megatron_augtree.runtime.engine import Engine, LossFn, ModelFn, SequenceValues, StepResult
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.logprob import row_values
 from megatron_augtree.runtime.trace import Trace
 from megatron_augtree.runtime.transport import DistTransport, Transport
 from megatron_augtree.runtime.tree_attention import PassContext
+
+_EVERY_LAYER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -107,14 +118,18 @@ class AugTreeSchedule:
         batch = next(data_iterator)
         call = _PassCall(self, forward_step_func, chunk)
         if self._compared is not chunk:
+            gather_parameters_now(chunk)
             compare_weights(self.transport, chunk)
             self._compared = chunk
         engine = self._engine(batch, call.run)
         if self.trace is not None:
             self.trace.events.clear()
-        self.last = engine.play(
-            call.loss, forward_only=forward_only, collect=collect, scale=_grad_scale(chunk)
-        )
+        if not any(self.transport.hosts(p.block) for p in batch.plan.passes):
+            gather_parameters(chunk)  # the others' forwards wait for it
+        with no_sync(chunk):
+            self.last = engine.play(
+                call.loss, forward_only=forward_only, collect=collect, scale=_grad_scale(chunk)
+            )
         if not forward_only:
             finalize_gradients(chunk, self.transport)
         return [{"loss": self.last.loss, **self.last.metrics}]
@@ -145,6 +160,7 @@ class AugTreeSchedule:
             get_kernel(self.config.kernel, device),
             device,
             self.trace,
+            keep_attention=_EVERY_LAYER if self.config.keep_attention < 0 else self.config.keep_attention,
         )
         self._known = batch, engine
         return engine
@@ -166,7 +182,11 @@ class _PassCall:
 
         def score(logits: Tensor, rows: Tensor) -> Tensor:
             return row_values(
-                logits, targets[rows], temperature=self.schedule.temperature, entropy=self.schedule.entropy
+                logits,
+                targets[rows],
+                temperature=self.schedule.temperature,
+                entropy=self.schedule.entropy,
+                shard=vocabulary_shard(),
             )
 
         packed = AugTreePackedSeqParams(
@@ -193,45 +213,6 @@ class _PassCall:
         return result
 
 
-def compare_ranks(transport: Transport, batch: StepBatch) -> None:
-    """Fail on every rank, before any other exchange, where ranks hold different steps.
-
-    Raises:
-        InputError: names the ranks that differ from rank 0.
-    """
-    texts = transport.same(f"{batch.plan.digest()}/{batch.fingerprint}")
-    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    if others:
-        what = "plans" if all(t.split("/")[1] == texts[0].split("/")[1] for t in texts) else "groups"
-        raise InputError(
-            f"ranks hold different {what}",
-            values=f"ranks {others} differ from rank 0",
-            rule="every rank of the pool is given the same groups and settings",
-            remedy="check --data-path, --seed and the AugTree flags on these ranks",
-        )
-
-
-def compare_weights(transport: Transport, model: torch.nn.Module) -> None:
-    """Fail on every rank where ranks begin with different weights: gradients would be of no model at all.
-
-    Raises:
-        InputError: names the ranks that differ from rank 0.
-    """
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    # Sums of the bits as integers wrap round, so they do not depend on the order of threads.
-    sums = [p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64)
-            for p in model.parameters()]
-    texts = transport.same(" ".join(str(int(value)) for value in sums))
-    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    if others:
-        raise InputError(
-            "ranks hold different weights",
-            values=f"ranks {others} differ from rank 0",
-            rule="every rank of the pool begins with the same parameters",
-            remedy="check --seed, --load and the model flags on these ranks",
-        )
-
-
 def _only_chunk(model: Any) -> torch.nn.Module:
     chunks = model if isinstance(model, list) else [model]
     if len(chunks) != 1:
@@ -244,25 +225,7 @@ def _only_chunk(model: Any) -> torch.nn.Module:
     return chunks[0]
 
 
-def _config_of(model: torch.nn.Module) -> Any:
-    while not hasattr(model, "config"):
-        model = model.module
-    return model.config
-
-
 def _grad_scale(model: torch.nn.Module) -> float:
-    scale = getattr(_config_of(model), "grad_scale_func", None)
-    return float(scale(torch.ones(1))) if scale is not None else 1.0
-
-
-def finalize_gradients(model: torch.nn.Module, transport: Transport) -> None:
-    """Megatron's own finalisation where the model has one; otherwise sum the gradients over the pool."""
-    finalize = getattr(_config_of(model), "finalize_model_grads_func", None)
-    if finalize is not None:
-        finalize([model], None)
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.copy_(transport.total(parameter.grad))
+    scale = getattr(config_of(model), "grad_scale_func", None)
+    # Not [1]: the scale may be a tensor on another device.
+    return float(scale(torch.ones(()))) if scale is not None else 1.0

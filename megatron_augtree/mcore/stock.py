@@ -19,8 +19,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from torch import Tensor
 
+from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
+from megatron_augtree.mcore.ddp import config_of
 from megatron_augtree.mcore.sampler import StepBatch, sequences_of
-from megatron_augtree.mcore.schedule import MicroBatch, compare_ranks
+from megatron_augtree.mcore.schedule import MicroBatch
+from megatron_augtree.mcore.shards import vocabulary_shard
 from megatron_augtree.planning.tree import TokenSequence
 from megatron_augtree.runtime.engine import LossFn, SequenceValues, reduce_metric
 from megatron_augtree.runtime.logprob import row_values
@@ -40,6 +43,7 @@ class StockSchedule:
     transport: DistTransport | None = None
     temperature: float = 1.0
     entropy: bool = False
+    _compared: torch.nn.Module | None = None
 
     def __post_init__(self) -> None:
         if self.transport is None:
@@ -65,6 +69,9 @@ class StockSchedule:
             A list of one dictionary: the loss and its metrics, the same on every rank.
         """
         batch = next(data_iterator)
+        if self._compared is not model:
+            compare_weights(self.transport, model)
+            self._compared = model
         compare_ranks(self.transport, batch)
         sequences, _ = sequences_of(batch.groups)
         scored = [number for number, sequence in enumerate(sequences) if sequence.scored.any()]
@@ -75,7 +82,7 @@ class StockSchedule:
         def step(iterator: Iterator, model: torch.nn.Module) -> tuple[Tensor, Callable]:
             number = next(queue)
             sequence = _NOTHING if number is None else sequences[number]
-            ids = torch.from_numpy(sequence.tokens[:-1]).unsqueeze(0)
+            ids = _padded(torch.from_numpy(sequence.tokens[:-1]), config_of(model)).unsqueeze(0)
             logits, loss_fn = forward_step_func(iter([MicroBatch(ids, None)]), model)
             return logits, lambda logits: self._loss(logits, sequence, number, loss_fn)
 
@@ -99,7 +106,11 @@ class StockSchedule:
         rows = torch.from_numpy(np.flatnonzero(sequence.scored))
         targets = torch.from_numpy(sequence.tokens)[rows + 1]
         values = row_values(
-            logits[0].index_select(0, rows), targets, temperature=self.temperature, entropy=self.entropy
+            logits[0].index_select(0, rows),
+            targets,
+            temperature=self.temperature,
+            entropy=self.entropy,
+            shard=vocabulary_shard(),
         )
         share, metrics = loss_fn(SequenceValues((number,), torch.tensor([0, len(rows)]), values))
         return (
@@ -116,6 +127,12 @@ class StockSchedule:
                 for name, value in metrics.items():
                     total[name] = reduce_metric(name, total.get(name), value)
         return total
+
+
+def _padded(ids: Tensor, config: Any) -> Tensor:
+    """[T] ids, and behind them what sequence parallelism needs to cut equal parts: no row sees it."""
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return torch.nn.functional.pad(ids, (0, -len(ids) % parts))
 
 
 _NOTHING = TokenSequence(np.zeros(2, np.int64), np.zeros(1, bool))

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -21,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_augtree.config import UnsupportedError
+from megatron_augtree.mcore.shards import counts_here, tensor_parallel_group
 
 OPTIMIZERS = ("sgd", "adam")
 
@@ -41,13 +43,38 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, type=float, default=default)
 
 
-def wrap_model(model: GPTModel, *, distributed_optimizer: bool = False) -> DistributedDataParallel:
-    """Megatron's DDP over the pool: sums gradients in the parameters' type (fp32 for 16-bit models)."""
+def wrap_model(
+    model: GPTModel,
+    *,
+    distributed_optimizer: bool = False,
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
+    bucket_size: int | None = None,
+) -> DistributedDataParallel:
+    """Megatron's DDP over the pool: sums gradients in the parameters' type (fp32 for 16-bit models).
+
+    Args:
+        model: the bare model.
+        distributed_optimizer: optimizer state is cut over the pool.
+        overlap_grad_reduce: buckets are reduced at the same time; no bit changes.
+        overlap_param_gather: with the distributed optimizer, parameters are gathered layer by layer while the
+            next step's first forward runs.
+        bucket_size: parameters that are reduced together; None is Megatron's default.
+    """
+    if overlap_param_gather and not (distributed_optimizer and overlap_grad_reduce):
+        raise UnsupportedError(
+            "parameters cannot be gathered during the forward",
+            values="--overlap-param-gather",
+            rule="it needs --use-distributed-optimizer and --overlap-grad-reduce",
+            remedy="add both, or leave it out",
+        )
     config = model.config
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype.itemsize < 4,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        bucket_size=bucket_size,
         use_distributed_optimizer=distributed_optimizer,
     )
     return DistributedDataParallel(config, settings, model)
@@ -78,11 +105,22 @@ class TorchOptimizer:
         """(stepped, gradient norm before clipping, None), as Megatron's optimizers return."""
         for parameter in self.parameters:
             parameter.grad = parameter.main_grad.to(parameter.dtype)
-        limit = self.clip_grad or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
+        norm = self._norm()
+        if 0 < self.clip_grad < norm:
+            for parameter in self.parameters:
+                parameter.grad.mul_(self.clip_grad / (norm + 1e-6))  # as torch and Megatron clip
         self.inner.step()
         self.zero_grad()
         return True, norm, None
+
+    def _norm(self) -> float:
+        """Norm of the whole model's gradient, on every tensor-parallel rank."""
+        squares = [p.grad.double().square().sum() for p in self.parameters if counts_here(p)]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        group = tensor_parallel_group()
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return math.sqrt(float(total))
 
     def state_dict(self) -> dict:
         """torch's own."""

@@ -267,14 +267,25 @@ class Prices:
         """One layer of one rank, forward or backward."""
         c, m = self.cluster, self.model
         gemm, attention = (c.gemm_backward_pct, c.attention_backward_pct) if backward else (100, 100)
-        linear = self.linear_ns(load.rows, m.linear_flops) * gemm // 100
-        linear += load.rows * m.saved_bytes * 2 * gemm // 100 * NS // c.row_bytes_s
+        linear = self._rows_ns(load.rows) * gemm // 100
         computed = (load.pairs + self.wasted_pairs(load)) * m.pair_flops * NS // c.attention_flops
         tiles = (computed + load.tiles * c.tile_ns) * attention // 100
         moved = self.traffic_bytes(load, backward=backward, keep=keep)
         wire = moved * NS // (c.nic_bytes_s if load.far else c.link_bytes_s) + load.messages * c.message_ns
         exposed = self._exposed(wire, tiles, load, stages) if c.overlap else wire
         return linear + tiles + exposed + stages * c.stage_ns + c.layer_ns * (2 if backward else 1)
+
+    def _rows_ns(self, rows: int) -> int:
+        """One layer's linear layers, and what is done row by row beside them, forward."""
+        beside = rows * self.model.saved_bytes * 2 * NS // self.cluster.row_bytes_s
+        return self.linear_ns(rows, self.model.linear_flops) + beside
+
+    def _again_ns(self, load: RankLoad, stages: int) -> int:
+        """What recomputed layers do again before their backward."""
+        m = self.model
+        whole = self.layer_ns(load, stages, backward=False, keep=True)
+        without_attention = self._rows_ns(load.rows) + self.cluster.layer_ns
+        return (m.recomputed - m.attention_kept) * whole + m.attention_kept * without_attention
 
     def _exposed(self, wire: int, tiles: int, load: RankLoad, stages: int) -> int:
         """Equal pieces: the first hides under the rank's own tiles, each later one under its forerunner's."""
@@ -308,7 +319,8 @@ class Prices:
             for load in loads.ranks:
                 layer = self.layer_ns(load, loads.stages, backward=backward, keep=p.keep)
                 vocab = self.linear_ns(load.scored, m.vocab_flops) * (2 if backward else 1)
-                slowest = max(slowest, m.layers * layer + vocab)
+                again = self._again_ns(load, loads.stages) if backward else 0
+                slowest = max(slowest, m.layers * layer + vocab + again)
             times.append(slowest + c.pass_ns)
         return times[0], times[1]
 
@@ -318,18 +330,25 @@ class Prices:
         held = []
         for load in loads.ranks:
             received = load.kv_in * m.kv_bytes + load.q_in * m.q_heads * m.k_dim * m.item_bytes
-            layer = load.rows * m.saved_bytes + (received if p.keep else 0)
+            received = received if p.keep else 0
+            total = (m.layers - m.recomputed) * (load.rows * m.saved_bytes + received)
+            total += m.recomputed * load.rows * m.input_bytes
+            total += m.attention_kept * (load.rows * m.attended_bytes + received)
             if provides:
-                layer += load.rows * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
-            held.append(m.layers * layer + load.scored * m.vocab * m.accum_bytes * 2)
+                total += m.layers * load.rows * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
+                # Elsewhere the layer's own activations hold keys and values.
+                total += m.recomputed * load.rows * m.kv_bytes
+            held.append(total + load.scored * m.vocab * m.accum_bytes * 2)
         return held
 
     def work_bytes(self, loads: PassLoads) -> list[int]:
         """[rank] bytes that one layer's backward needs beside what was kept: its activations' gradients, the
-        attention's accumulators and what is on the wire; measured, a little over two layers' activations."""
+        attention's accumulators and what is on the wire; measured, a little over two layers' activations.
+        A recomputed layer's activations come on top."""
         m = self.model
+        quarters = 13 if m.recomputed else 9
         return [
-            load.rows * m.saved_bytes * 9 // 4
+            load.rows * m.saved_bytes * quarters // 4
             + (load.kv_in + load.kv_out) * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
             + load.scored * m.vocab * m.accum_bytes
             for load in loads.ranks

@@ -16,6 +16,9 @@ class ModelShape:
         gated: the MLP has a gate (SwiGLU).
         item_bytes: bytes of an activation element on the wire (2 bf16, 4 fp32, 8 fp64).
         accum_bytes: bytes of a partial result or gradient on the wire (4, or 8 in fp64 runs).
+        row_parts: ranks over which sequence parallelism cuts the rows of norms and residuals.
+        recomputed: layers that keep their input only and run again in the backward.
+        attention_kept: those of them that keep what attention gave, too.
     """
 
     layers: int
@@ -29,6 +32,9 @@ class ModelShape:
     gated: bool = False
     item_bytes: int = 4
     accum_bytes: int = 4
+    row_parts: int = 1
+    recomputed: int = 0
+    attention_kept: int = 0
 
     @property
     def linear_flops(self) -> int:
@@ -62,6 +68,16 @@ class ModelShape:
         log-sum-exp, the MLP's inner activations. Within 4 % of both.
         """
         qkv = self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
-        attention = self.q_heads * (self.v_dim + 1)
-        wide = 8 * self.hidden + 5 * self.ffn if self.gated else 6 * self.hidden + 2 * self.ffn
-        return (wide + 2 * qkv) * self.item_bytes + attention * self.accum_bytes
+        hidden = self.hidden // self.row_parts
+        wide = 8 * hidden + 5 * self.ffn if self.gated else 6 * hidden + 2 * self.ffn
+        return (wide + 2 * qkv) * self.item_bytes + self.attended_bytes
+
+    @property
+    def attended_bytes(self) -> int:
+        """What attention gave one row in one layer: its output and its log-sum-exp."""
+        return self.q_heads * (self.v_dim + 1) * self.accum_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        """A row's input of one layer: what a recomputed layer keeps."""
+        return self.hidden // self.row_parts * self.item_bytes

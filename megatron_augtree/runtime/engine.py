@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.attention.kernels.protocol import Kernel
+from megatron_augtree.planning.compiler import compile_pass
 from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.schedule import Program, reverse
 from megatron_augtree.planning.tree import Forest
@@ -86,6 +87,7 @@ class Engine:
         transport, kernel: what passes run on.
         device: where local tensors are made.
         trace: where spans are recorded, or None.
+        keep_attention: layers, from the first, that keep their attention where they are recomputed.
     """
 
     plan: Plan
@@ -95,11 +97,12 @@ class Engine:
     kernel: Kernel
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     trace: Trace | None = None
+    keep_attention: int = 0
 
     def __post_init__(self) -> None:
         self.plan.check_fits(self.forest.shape, self.transport.world)
-        self._layouts = [PassLayout(p, self.forest) for p in self.plan.passes]
-        self._sequences = SequenceLayout(self.plan, self.forest, self._layouts)
+        self.layouts = [PassLayout(p, self.forest) for p in self.plan.passes]
+        self.sequences = SequenceLayout(self.plan, self.forest, self.layouts)
         self._backward: dict[int, Program] = {}
 
     def play(
@@ -129,7 +132,7 @@ class Engine:
             (run.forward if action == "forward" else run.backward)(p)
         return run.result(collect)
 
-    def context(self, p: Pass, states: dict[int, PromptState]) -> PassContext:
+    def context(self, p: Pass, states: dict[int, PromptState], *, forward_only: bool = False) -> PassContext:
         """What attention needs to know of a pass."""
         if p.id not in self._backward:
             self._backward[p.id] = reverse(self.plan.program(p.id), keep=p.keep)
@@ -143,15 +146,63 @@ class Engine:
             states={read: states[read] for read in p.reads},
             own_state=states.get(p.id),
             trace=self.trace,
+            keep_attention=0 if forward_only else self.keep_attention,
+        )
+
+    def idle_context(self) -> PassContext:
+        """A pass without rows on one of this process's ranks: the model runs, nothing is exchanged."""
+        program = compile_pass(self.forest.shape, ((),))
+        return PassContext(
+            block=(self.transport.hosts(range(self.transport.world))[0],),
+            forward=program,
+            backward=reverse(program, keep=True),
+            keep=True,
+            transport=self.transport,
+            kernel=self.kernel,
         )
 
 
-class _Run:
-    """One playing of the plan."""
+class PassRunner:
+    """One playing of a plan's passes: prompt state between them, a forward and a backward of each.
+
+    Args:
+        engine: the engine.
+        forward_only: no graph, no backward.
+    """
+
+    def __init__(self, engine: Engine, forward_only: bool) -> None:
+        self.engine, self.forward_only = engine, forward_only
+        self.states = {pass_id: PromptState() for pass_id in engine.plan.provides}
+
+    def model_forward(self, p: Pass) -> Tensor:
+        """[n, k] values of the scored rows of a pass on this process's ranks, one rank after the other."""
+        engine = self.engine
+        local = engine.layouts[p.id].local(engine.transport.hosts(p.block), engine.device)
+        with torch.set_grad_enabled(not self.forward_only), self._span(p, "forward"):
+            return engine.model(local, engine.context(p, self.states, forward_only=self.forward_only))
+
+    def model_backward(self, p: Pass, output: Tensor, roots: Tensor) -> None:
+        """Send a pass's gradients [n, k] through its graph, and forget its prompt state.
+
+        Also where no row carries a loss: other ranks wait for this rank's dK and dV.
+        """
+        if not self.forward_only:
+            with self._span(p, "backward"):
+                torch.autograd.backward([output], [roots])
+        self.states.pop(p.id, None)
+
+    def _span(self, p: Pass, name: str):
+        trace = self.engine.trace
+        rank = p.block[self.engine.transport.hosts(p.block)[0]]
+        return trace.span(rank, f"{p.kind} {p.id} {name}", "pass") if trace is not None else nullcontext()
+
+
+class _Run(PassRunner):
+    """The loss is evaluated by every rank of a block: all of them hold all groups."""
 
     def __init__(self, engine: Engine, loss_fn: LossFn | None, scale: float, forward_only: bool) -> None:
-        self.engine, self.loss_fn, self.scale, self.forward_only = engine, loss_fn, scale, forward_only
-        self.states = {pass_id: PromptState() for pass_id in engine.plan.provides}
+        super().__init__(engine, forward_only)
+        self.loss_fn, self.scale = loss_fn, scale
         self.played: dict[int, _Played] = {}
         self.loss, self.metrics = 0.0, {}
         self.collected: dict[int, Tensor] = {}
@@ -160,22 +211,20 @@ class _Run:
 
     def forward(self, p: Pass) -> None:
         """Run the model over a pass; sequences that it completes go to the loss at once."""
-        engine, layout = self.engine, self.engine._layouts[p.id]
+        engine, layout = self.engine, self.engine.layouts[p.id]
         hosts = engine.transport.hosts(p.block)
-        local = layout.local(hosts, engine.device)
-        with torch.set_grad_enabled(not self.forward_only), self._span(p, "forward"):
-            output = engine.model(local, engine.context(p, self.states))
+        output = self.model_forward(p)
         self.width, self.dtype = output.shape[1], output.dtype
         mine = dict(zip(hosts, output.detach().split([layout.counts[r] for r in hosts])))
         values = engine.transport.share(p.block, mine, layout.counts, output.shape[1], output.detach())
         self.played[p.id] = _Played(output, values, torch.zeros_like(values))
-        sequences = engine._sequences.completed[p.id]
+        sequences = engine.sequences.completed[p.id]
         if sequences:
             self._complete(p, sequences)
 
     def _complete(self, p: Pass, sequences: Sequence[int]) -> None:
         """Whole sequences have their values: ask the loss for its share and for their gradients."""
-        places = [self.engine._sequences.places(s) for s in sequences]
+        places = [self.engine.sequences.places(s) for s in sequences]
         parts = [self._read(*place) for place in places]
         counts = torch.tensor([0, *[len(part) for part in parts]])
         values = torch.cat(parts).requires_grad_(not self.forward_only)
@@ -217,21 +266,11 @@ class _Run:
 
     def backward(self, p: Pass) -> None:
         """Send a pass's gradients through its graph, and forget it."""
-        played = self.played.pop(p.id)
-        if not self.forward_only:
-            layout = self.engine._layouts[p.id]
-            # Also where no row carries a loss: other ranks wait for this rank's dK and dV.
-            roots = torch.cat(
-                [played.gradient[layout.span(rank)] for rank in self.engine.transport.hosts(p.block)]
-            )
-            with self._span(p, "backward"):
-                torch.autograd.backward([played.output], [roots])
-        self.states.pop(p.id, None)
-
-    def _span(self, p: Pass, name: str):
-        trace = self.engine.trace
-        rank = p.block[self.engine.transport.hosts(p.block)[0]]
-        return trace.span(rank, f"{p.kind} {p.id} {name}", "pass") if trace is not None else nullcontext()
+        played, layout = self.played.pop(p.id), self.engine.layouts[p.id]
+        hosts = self.engine.transport.hosts(p.block)
+        self.model_backward(
+            p, played.output, torch.cat([played.gradient[layout.span(rank)] for rank in hosts])
+        )
 
     def result(self, collect: bool) -> StepResult:
         """Loss and metrics over all ranks."""

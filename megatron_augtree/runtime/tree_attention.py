@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class PassContext:
         states: state of the passes it reads, by pass.
         own_state: where its own keys and values are kept for later passes, or None.
         trace: where spans are recorded, or None.
+        keep_attention: of the layers that run again in the backward, how many, from the first, keep what
+            attention gave, so that neither it nor its traffic is repeated.
+        kept: layer -> what its attention gave, from its forward to its repetition.
     """
 
     block: tuple[int, ...]
@@ -47,6 +51,8 @@ class PassContext:
     states: Mapping[int, PromptState] = field(default_factory=dict)
     own_state: PromptState | None = None
     trace: Trace | None = None
+    keep_attention: int = 0
+    kept: dict[int, Attended] = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[int]:
@@ -73,22 +79,43 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, context: PassContext, layer:
     """
     if context.own_state is not None:
         k, v = port(k, v, context.own_state, layer, context.hosts, context.sizes)
-    return _TreeAttention.apply(q, k, v, context, layer, scale)
+    known = context.kept.pop(layer, None)
+    if known is None and not torch.is_grad_enabled() and layer < context.keep_attention:
+        # No gradient now: the layer will run again, once its gradient is wanted.
+        known = context.kept[layer] = _attend(q, k, v, context, layer, scale)
+    return _TreeAttention.apply(q, k, v, known, context, layer, scale)
+
+
+class Attended(NamedTuple):
+    """What a layer's attention gave.
+
+    Attributes:
+        out: [T, Hq, Dv] in the queries' type.
+        lse: [T, Hq] in the accumulation type.
+        received: (block rank, buffer) -> fields that came from other ranks, where the pass keeps them.
+    """
+
+    out: Tensor
+    lse: Tensor
+    received: dict[tuple[int, str], dict[str, Tensor]] | None
+
+
+def _attend(q, k, v, context: PassContext, layer: int, scale: float) -> Attended:
+    held = _forward_buffers(q, k, v, context, layer)
+    _run(context.forward, held, context, _field_spec(q, k, v), scale)
+    out = torch.cat([held[rank][HOME]["out"] for rank in context.hosts]).to(q.dtype)
+    lse = torch.cat([held[rank][HOME]["lse"] for rank in context.hosts])
+    return Attended(out, lse, _received(held) if context.keep else None)
 
 
 class _TreeAttention(torch.autograd.Function):
     # Gradients are computed whatever ctx.needs_input_grad says: other ranks wait for this rank's dK and dV.
 
     @staticmethod
-    def forward(ctx, q, k, v, context, layer, scale):
-        spec = _field_spec(q, k, v)
-        held = _forward_buffers(q, k, v, context, layer)
-        _run(context.forward, held, context, spec, scale)
-        out = torch.cat([held[rank][HOME]["out"] for rank in context.hosts]).to(q.dtype)
-        lse = torch.cat([held[rank][HOME]["lse"] for rank in context.hosts])
+    def forward(ctx, q, k, v, known, context, layer, scale):
+        out, lse, ctx.received = known or _attend(q, k, v, context, layer, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.received = _received(held) if context.keep else None
-        ctx.context, ctx.layer, ctx.scale, ctx.spec = context, layer, scale, spec
+        ctx.context, ctx.layer, ctx.scale = context, layer, scale
         return out
 
     @staticmethod
@@ -96,10 +123,10 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         context = ctx.context
         held = _backward_buffers(q, k, v, out, lse, dout, ctx.received, context, ctx.layer)
-        _run(context.backward, held, context, ctx.spec, ctx.scale)
+        _run(context.backward, held, context, _field_spec(q, k, v), ctx.scale)
         ctx.received = None
         grads = [torch.cat([held[rank][HOME][name] for rank in context.hosts]) for name in ("dq", "dk", "dv")]
-        return *[g.to(x.dtype) for g, x in zip(grads, (q, k, v))], None, None, None
+        return *[g.to(x.dtype) for g, x in zip(grads, (q, k, v))], None, None, None, None
 
 
 def _field_spec(q: Tensor, k: Tensor, v: Tensor) -> FieldSpec:
@@ -200,6 +227,7 @@ def _run(
     program: Program, held: dict[int, Buffers], context: PassContext, spec: FieldSpec, scale: float
 ) -> None:
     compute = _backward_tiles if program.backward else _forward_tiles
+    context.transport.start()
     for index, stage in enumerate(program.stages):
         posted = context.transport.post(context.block, stage, held, spec) if stage.transfers else None
         for rank, buffers in held.items():

@@ -1,20 +1,13 @@
 """Real processes: one torchrun a world size runs all its cases; here each is looked at by name."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.cases import CASES
+from tests.distributed.launching import launch
 from tests.distributed.results import agree, first_failure, read, write
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Seconds for all cases of a world; several times what two cores need.
-LIMIT = 600
 BAR = 1e-10
 
 
@@ -26,27 +19,10 @@ def launched(tmp_path_factory):
     def results(world: int) -> tuple[Path, str]:
         if world not in known:
             folder = tmp_path_factory.mktemp(f"world{world}")
-            known[world] = folder, launch(world, folder)
+            known[world] = folder, launch("worker.py", world, folder)
         return known[world]
 
     return results
-
-
-def launch(world: int, folder: Path) -> str:
-    """Run the worker; returns the tail of its output. Nothing outlives the time limit."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-               str(ROOT / "tests" / "distributed" / "worker.py"), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    start = time.monotonic()
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, start_new_session=True, cwd=ROOT) as process:
-        try:
-            output, _ = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            output += f"\nstopped after {LIMIT} seconds"
-    return f"exit code {process.returncode} after {time.monotonic() - start:.0f} s\n{output[-4000:]}"
 
 
 PAIRS = [pytest.param(world, index, id=f"{world} ranks: {case['name']}")

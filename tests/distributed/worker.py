@@ -13,10 +13,8 @@ import argparse
 import functools
 import hashlib
 import json
-import os
 import random
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -34,11 +32,10 @@ from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimize
 from megatron_augtree.planning.schedule import promise, reverse
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport
 from tests.distributed.cases import CASES, REAL
-from tests.distributed.results import agree, write
+from tests.distributed.device import NoStreams
+from tests.distributed.gradients import reduced_gradients
+from tests.distributed.running import PATIENCE, run
 from tests.numerics import fixtures as f
-
-#: Seconds that ranks wait for each other, in the process group and between cases.
-PATIENCE = 60
 
 
 class Worker:
@@ -51,6 +48,11 @@ class Worker:
         self.lab = f.Lab()
         self.ddp = wrap_model(f.build_model(self.lab.args, augtree=True))
         self.model = model_shape(self.ddp.module.config, f.VOCAB)
+
+    def case(self, case: dict):
+        """A case as a function."""
+        fields = {key: value for key, value in case.items() if key not in ("do", "name")}
+        return functools.partial(getattr(self, case["do"]), **fields)
 
     # What cases are made of.
 
@@ -81,10 +83,10 @@ class Worker:
         batch.plan.check(pairs=True)
         return batch
 
-    def play(self, batch: StepBatch, kind: str, *, ddp=None, delay=None, loss_fn=None, **how):
+    def play(self, batch: StepBatch, kind: str, *, ddp=None, delay=None, streams=None, loss_fn=None, **how):
         """(outcome with reduced gradients, metrics, transport) of one step on real processes."""
         ddp = ddp or self.ddp
-        transport = DistTransport(self.pool, delay)
+        transport = DistTransport(self.pool, delay, streams)
         schedule = AugTreeSchedule(AugTreeConfig(mode=batch.plan.mode), transport=transport)
         ddp.zero_grad_buffer()
         (metrics,) = schedule(
@@ -135,6 +137,15 @@ class Worker:
         late = self.play(batch, "grpo", delay=lambda: draw.choice([0, 0, 0.002, 0.02]))[0]
         assert _bits(plain) == _bits(late)
         return {"bits": _bits(late)}
+
+    def streamed(self, program: dict, data: str) -> dict:
+        """The way of a device with streams, with its message buffers used again and again: the same bits."""
+        batch = self.batch(self.on_rank_0(lambda: self.lab.data(data))[0], program)
+        plain, _, alone = self.play(batch, "grpo")
+        got, _, transport = self.play(batch, "grpo", streams=NoStreams())
+        assert _bits(plain) == _bits(got)
+        assert transport.traffic == alone.traffic
+        return {"bits": _bits(got), "bytes": self.check_traffic(batch, transport)}
 
     def other_data(self) -> dict:
         """Ranks with different groups: the same error everywhere, before anything is exchanged."""
@@ -222,7 +233,7 @@ class Worker:
         start = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
         batch = f.batch_of(groups, f.augtree(), self.world)
         self.play(batch, "grpo", ddp=ddp)
-        grads = _reduced(ddp, self.pool, sharded)
+        grads = reduced_gradients(ddp, self.pool, sharded)
         assert all(float(grad.abs().max()) > 0 for grad in grads.values())
         parameters = {name: torch.nn.Parameter(value) for name, value in start.items()}
         for name, parameter in parameters.items():
@@ -320,26 +331,6 @@ def longest(file: str, count: int = 2) -> list:
     return sorted(groups, key=lambda g: -sum(len(g.prompt) + len(r.tokens) for r in g.responses))[:count]
 
 
-def _reduced(ddp, group, sharded: bool) -> dict[str, torch.Tensor]:
-    """Every parameter's reduced gradient; under the distributed optimizer each rank has a shard of it."""
-    names = {p: name for name, p in ddp.module.named_parameters()}
-    if not sharded:
-        return {name: p.main_grad.detach().clone() for p, name in names.items()}
-    found, world, rank = {}, dist.get_world_size(group), dist.get_rank(group)
-    for buffer in ddp.buffers:
-        whole = []
-        for bucket in buffer.buckets:
-            shard = bucket.grad_data.view(-1).chunk(world)[rank].contiguous()
-            parts = [torch.empty_like(shard) for _ in range(world)]
-            dist.all_gather(parts, shard, group=group)
-            whole.append(torch.cat(parts))
-        flat = torch.cat(whole)
-        for parameter, (first, last, _) in buffer.param_index_map.items():
-            found[names[parameter]] = flat[first:last].view(parameter.shape).clone()
-    assert found.keys() == set(names.values())
-    return found
-
-
 def _hash(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -355,18 +346,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     worker = Worker()
-    for index, case in enumerate(CASES[worker.world]):
-        fields = {key: value for key, value in case.items() if key not in ("do", "name")}
-        start = time.monotonic()
-        try:
-            result = getattr(worker, case["do"])(**fields)
-        except Exception as error:
-            orderly = isinstance(error, (AssertionError, AugTreeError))
-            result = {"error": traceback.format_exc(), "orderly": orderly}
-        write(folder, index, worker.rank, {**result, "seconds": time.monotonic() - start})
-        if not agree(folder, index, worker.world, 2 * PATIENCE):
-            # Ranks are out of step: nothing that follows would mean anything.
-            os._exit(1)
+    run(enumerate(map(worker.case, CASES[worker.world])), folder)
     build.destroy()
 
 

@@ -38,7 +38,8 @@ def test_augtree_flags_are_frozen():
     add_augtree_arguments(parser)
     assert [action.option_strings[0] for action in parser._actions[1:]] == [
         "--context-parallel-mode", "--context-parallel-size", "--augtree-force", "--augtree-plan",
-        "--augtree-memory-budget-gib", "--augtree-min-shared-rows", "--augtree-kernel", "--augtree-cluster",
+        "--augtree-memory-budget-gib", "--augtree-min-shared-rows", "--augtree-keep-attention",
+        "--augtree-kernel", "--augtree-cluster",
         "--augtree-logit-chunk-mib", "--augtree-trace-dir"]
     assert all(action.help for action in parser._actions)
     parser.format_help()
@@ -46,13 +47,13 @@ def test_augtree_flags_are_frozen():
 
 def test_every_field_arrives():
     values = {"mode": "gather-reuse", "degree": 2, "force": "waves=2", "plan_path": "plan.json",
-              "memory_budget_gib": 1.5, "min_shared_rows": 3, "kernel": "reference", "cluster": "h100",
-              "logit_chunk_mib": 8, "trace_dir": "traces"}
+              "memory_budget_gib": 1.5, "min_shared_rows": 3, "keep_attention": -1, "kernel": "reference",
+              "cluster": "h100", "logit_chunk_mib": 8, "trace_dir": "traces"}
     assert set(values) == {field.name for field in dataclasses.fields(AugTreeConfig)}
     args = parse("--context-parallel-mode gather-reuse --context-parallel-size 2 --augtree-force waves=2 "
                  "--augtree-plan plan.json --augtree-memory-budget-gib 1.5 --augtree-min-shared-rows 3 "
                  "--augtree-kernel reference --augtree-cluster h100 --augtree-logit-chunk-mib 8 "
-                 "--augtree-trace-dir traces")
+                 "--augtree-trace-dir traces --augtree-keep-attention -1")
     assert augtree_config(args) == AugTreeConfig(**values)
 
 
@@ -110,12 +111,11 @@ def test_defaults_are_supported():
 
 
 REFUSED = [
-    "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2",
-    "--virtual-pipeline-model-parallel-size 2", "--sequence-parallel", "--num-experts 4",
-    "--recompute-granularity full", "--recompute-granularity selective", "--attention-dropout 0.1",
+    "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2",
+    "--virtual-pipeline-model-parallel-size 2", "--num-experts 4", "--attention-dropout 0.1",
     "--hidden-dropout 0.1", "--position-embedding-type learned_absolute",
-    "--position-embedding-type relative", "--position-embedding-type none", "--position-embedding-type yarn",
-    "--position-embedding-type mrope", "--position-embedding-type alibi", "--rotary-percent 0.5",
+    "--position-embedding-type relative", "--position-embedding-type mrope",
+    "--position-embedding-type alibi",
     "--window-size 128,0", "--softmax-type learnable", "--softmax-type off-by-one",
     "--attn-logit-softcapping 50", "--multi-latent-attention", "--mtp-num-layers 1", "--fp8 hybrid",
     "--enable-cuda-graph", "--cuda-graph-impl local", "--qk-clip",
@@ -143,14 +143,16 @@ def test_dropout_is_refused_with_its_reason_and_all_flags_at_once():
 
 REFUSED_FIELDS = {
     "attention_dropout": 0.1, "hidden_dropout": 0.1, "window_size": (8, 0), "softmax_type": "learnable",
-    "recompute_granularity": "selective", "num_moe_experts": 2, "mtp_num_layers": 1, "qk_clip": True,
-    "log_max_attention_logit": True, "is_hybrid_model": True, "fused_single_qkv_rope": True,
+    "distribute_saved_activations": True, "num_moe_experts": 2, "mtp_num_layers": 1, "qk_clip": True,
+    "log_max_attention_logit": True, "fused_single_qkv_rope": True,
     "heterogeneous_block_specs": True, "fp8": "hybrid", "fp4": "e2m1", "enable_cuda_graph": True,
-    "external_cuda_graph": True, "cuda_graph_impl": "local", "tensor_model_parallel_size": 2,
+    "external_cuda_graph": True, "cuda_graph_impl": "local",
     "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
-    "expert_model_parallel_size": 2, "sequence_parallel": True, "experimental_attention_variant": "dsa",
+    "expert_model_parallel_size": 2, "experimental_attention_variant": "dsa",
     "cpu_offloading": True, "fine_grained_activation_offloading": True, "attn_logit_softcapping": 50.0,
-    "position_embedding_type": "yarn", "rotary_percent": 0.5, "multi_latent_attention": True,
+    "position_embedding_type": "mrope",
+    "fp8_dot_product_attention": True, "fp8_multi_head_attention": True, "use_kitchen_attention": True,
+    "use_mup": True, "multi_latent_attention": True,
 }
 
 
@@ -175,7 +177,7 @@ def test_latent_attention_and_default_dropout_are_refused():
 
 def test_positions_are_read_from_the_model():
     model = torch.nn.Module()
-    model.position_embedding_type, model.rotary_percent = "learned_absolute", 1.0
+    model.position_embedding_type = "learned_absolute"
     with pytest.raises(UnsupportedError, match="position_embedding_type = 'learned_absolute'"):
         check_config(config(), model=model)
 

@@ -26,6 +26,7 @@ def test_defaults_are_frozen():
         "plan_path": "",
         "memory_budget_gib": 0.0,
         "min_shared_rows": 16,
+        "keep_attention": 0,
         "kernel": "auto",
         "cluster": "cpu",
         "logit_chunk_mib": 256,

@@ -1,0 +1,71 @@
+"""What all ranks must have alike, compared before the first exchange that would go wrong without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_augtree.config import InputError
+from megatron_augtree.mcore.sampler import StepBatch
+from megatron_augtree.mcore.shards import tensor_parallel_group
+from megatron_augtree.runtime.transport import Transport
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def compare_ranks(transport: Transport, batch: StepBatch) -> None:
+    """Fail on every rank, before any other exchange, where ranks hold different steps.
+
+    Raises:
+        InputError: names the ranks that differ from the first.
+    """
+    texts = [text for pool in _everyones(transport, f"{batch.plan.digest()}/{batch.fingerprint}")
+             for text in pool]
+    groups = {text.split("|")[1].split("/")[1] for text in texts}
+    _check(
+        texts,
+        f"ranks hold different {'plans' if len(groups) == 1 else 'groups'}",
+        rule="every rank is given the same groups and settings",
+        remedy="check --data-path, --seed and the AugTree flags on these ranks",
+    )
+
+
+def compare_weights(transport: Transport, model: torch.nn.Module) -> None:
+    """Fail on every rank where ranks begin with different weights: gradients would be of no model at all.
+
+    Raises:
+        InputError: names the ranks that differ from the first of their pool.
+    """
+    # Sums of the bits as integers wrap round, so they do not depend on the order of threads.
+    sums = [p.detach().reshape(-1).view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)
+            for p in model.parameters()]
+    for pool in _everyones(transport, " ".join(str(int(value)) for value in sums)):
+        _check(
+            pool,
+            "ranks hold different weights",
+            rule="every rank of a pool begins with the same parameters",
+            remedy="check --seed, --load and the model flags on these ranks",
+        )
+
+
+def _everyones(transport: Transport, text: str) -> list[list[str]]:
+    """``rank|text`` of every process, pool by pool: tensor-parallel ranks are in different pools."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = transport.same(f"{rank}|{text}")
+    group = tensor_parallel_group()
+    if group is None:
+        return [mine]
+    pools: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(pools, mine, group=group)
+    return pools
+
+
+def _check(texts: Sequence[str], what: str, *, rule: str, remedy: str) -> None:
+    first = texts[0].split("|")
+    others = sorted(int(rank) for rank, text in (t.split("|") for t in texts) if text != first[1])
+    if others:
+        raise InputError(
+            what, values=f"ranks {others} differ from rank {first[0]}", rule=rule, remedy=remedy
+        )
