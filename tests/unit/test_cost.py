@@ -212,6 +212,32 @@ def test_memory_by_hand():
         assert PRICES.work_bytes(loads)[rank] > load.kv_in * 2 * MODEL.kv_bytes
 
 
+def test_recompute_by_hand():
+    """Kept: inputs of recomputed layers, for some what attention gave and received; the rest in full."""
+    model = replace(MODEL, layers=4, recomputed=3, attention_kept=1)
+    prices, plain = Prices(model, PRICES.cluster), Prices(replace(MODEL, layers=4), PRICES.cluster)
+    loads = one_pass(64)
+    for rank, load in enumerate(loads.ranks):
+        received = load.kv_in * MODEL.kv_bytes
+        kept = load.rows * (MODEL.saved_bytes + 3 * 32 * 2 + 4 * 7 * 4) + 2 * received
+        assert prices.pass_bytes(loads, provides=False)[rank] == kept + load.scored * 64 * 4 * 2
+        state = 4 * load.rows * 2 * (8 + 6) * 4 + 3 * load.rows * MODEL.kv_bytes
+        more = prices.pass_bytes(loads, provides=True)[rank] - prices.pass_bytes(loads, provides=False)[rank]
+        assert more == state
+        assert prices.work_bytes(loads)[rank] - plain.work_bytes(loads)[rank] == load.rows * MODEL.saved_bytes
+    forward, backward = prices.pass_ns(loads)
+    assert forward == plain.pass_ns(loads)[0]
+    every = Prices(replace(model, recomputed=4, attention_kept=0), PRICES.cluster)
+    without = Prices(replace(model, recomputed=4, attention_kept=4), PRICES.cluster)
+    assert plain.pass_ns(loads)[1] < backward < every.pass_ns(loads)[1]
+    assert plain.pass_ns(loads)[1] < without.pass_ns(loads)[1] < every.pass_ns(loads)[1]
+
+
+def test_sequence_parallelism_cuts_norms_and_residuals():
+    cut = replace(MODEL, row_parts=2)
+    assert MODEL.saved_bytes - cut.saved_bytes == 6 * 16 * 2 and cut.input_bytes == 16 * 2
+
+
 def test_a_rows_price_in_pairs():
     unit = pairs_per_row(MODEL, preset("h100"))
     assert unit >= 1 and pairs_per_row(replace(MODEL, ffn=64 * 64), preset("h100")) > unit
