@@ -63,7 +63,8 @@ class AugTreeConfig:
         min_shared_rows: groups share a spine only where it has at least this many rows.
         keep_attention: of the layers that --recompute-granularity runs again in the backward, how many, from
             the first, keep what attention gave, so that neither it nor its traffic is repeated; -1 means all.
-        kernel: attention kernel, ``auto``, ``reference`` or ``cpu_flash``.
+        kernel: attention kernel: ``auto`` (the fastest that runs here), ``reference``, ``cpu_flash``,
+            ``cuda_flash`` or ``te_fused``.
         cluster: preset that prices plans: cpu, a100, h100, h200 or paper (``planning/cluster.py``).
         logit_chunk_mib: logits kept at once by the output layer, MiB.
         trace_dir: folder for the last step's Chrome trace (JSON, for Perfetto), a file a rank; empty writes

@@ -160,7 +160,7 @@ class Planned:
     def facts(self) -> dict[str, Any]:
         """The plan, and what was computed and sent so far."""
         plan, traffic = self.batch.plan, self.schedule.transport.traffic
-        rank = dist.get_rank()
+        rank = self.schedule.transport.rank
         mine = {"messages": traffic[rank].messages, "bytes": dict(traffic[rank].bytes)}
         everyone = gather(mine)
         return {"plan": {"digest": plan.digest(), "table": str(plan), "json": plan.to_json()},

@@ -37,8 +37,11 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
         part_lse: ``[T, H]``, any floating dtype.
     """
     part_out, part_lse = part_out.to(out.dtype), part_lse.to(lse.dtype)
+    if out.device.type != "cpu":
+        _merge_without_looking_(out, lse, part_out, part_lse)
+        return
     ahead = part_lse - lse
-    # Looking for -inf costs a pass over [T, H], a D-th of the merge. On an accelerator the host waits.
+    # Looking for -inf costs a pass over [T, H], a D-th of the merge.
     if ahead.isfinite().all():
         torch.logaddexp(lse, part_lse, out=lse)
         out.lerp_(part_out, ahead.sigmoid_().unsqueeze(-1))
@@ -57,6 +60,17 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
         part_out[part_unseen] = 0.0
     weight = ahead.sigmoid_()
     weight[part_unseen] = 0.0  # also where -inf - -inf was NaN
+    torch.logaddexp(lse, part_lse, out=lse)
+    out.lerp_(part_out, weight.unsqueeze(-1))
+
+
+def _merge_without_looking_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """`merge_` on an accelerator, where looking at a value would make the host wait for the device."""
+    unseen, part_unseen = lse == -torch.inf, part_lse == -torch.inf
+    # Where one side saw nothing, the other's weight is 1; -inf - -inf, which is NaN, is never used.
+    weight = (part_lse - lse).sigmoid_().masked_fill_(unseen, 1.0).masked_fill_(part_unseen, 0.0)
+    out.masked_fill_(unseen.unsqueeze(-1), 0.0)
+    part_out = part_out.masked_fill(part_unseen.unsqueeze(-1), 0.0)
     torch.logaddexp(lse, part_lse, out=lse)
     out.lerp_(part_out, weight.unsqueeze(-1))
 

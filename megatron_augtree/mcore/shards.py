@@ -27,6 +27,20 @@ def vocabulary_shard() -> VocabularyShard:
     return WHOLE if group is None else VocabularyShard(group)
 
 
+def tensor_parallel_rank_and_size() -> tuple[int, int]:
+    """This rank's place among its tensor-parallel ranks, and how many there are."""
+    group = tensor_parallel_group()
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def whole_shape(parameter: torch.nn.Parameter, size: int) -> torch.Size:
+    """The shape that a parameter has without tensor parallelism."""
+    shape = list(parameter.shape)
+    if _is_cut(parameter):
+        shape[parameter.partition_dim] *= size
+    return torch.Size(shape)
+
+
 def shard_of(whole: Tensor, parameter: torch.nn.Parameter, rank: int, size: int) -> Tensor:
     """This rank's slice of a whole parameter; replicated parameters are returned as they are.
 

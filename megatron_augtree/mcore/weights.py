@@ -21,21 +21,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_augtree.config import InputError
+from megatron_augtree.mcore.shards import gather_whole, shard_of, tensor_parallel_rank_and_size, whole_shape
 
 #: Where a parameter is looked for, the first that is there wins: plain, after, before.
 _PREFIXES = ("", "param1/", "param0/")
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters by name."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Copies of all parameters by name, whole: every tensor-parallel rank calls it."""
+    return {name: gather_whole(parameter, parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def load_weights(model: torch.nn.Module, path: str) -> None:
     """Fills a model's parameters from a file, rounded to their type.
 
     A file holds them by their names, or is a dump of ``scripts/replay.py``: then ``param1/<name>`` (after its
-    steps) is taken, or ``param0/<name>`` where there is none. One way serves for all parameters.
+    steps) is taken, or ``param0/<name>`` where there is none. One way serves for all parameters. The file
+    holds whole parameters: a tensor-parallel rank takes its slices.
 
     Args:
         model: a ``GPTModel`` that no optimizer has seen yet.
@@ -44,7 +46,8 @@ def load_weights(model: torch.nn.Module, path: str) -> None:
     Raises:
         InputError: the file cannot be read, lacks a parameter, or has one of another shape.
     """
-    parameters = dict(model.named_parameters())
+    parameters, (rank, size) = dict(model.named_parameters()), tensor_parallel_rank_and_size()
+    shapes = {name: whole_shape(parameter, size) for name, parameter in parameters.items()}
     try:
         with safe_open(path, framework="pt") as file:
             present = set(file.keys())
@@ -55,8 +58,8 @@ def load_weights(model: torch.nn.Module, path: str) -> None:
         raise InputError("cannot read weights", values=f"--load {path}: {error}",
                          rule="the file is a safetensors file",
                          remedy="correct the path, or write it again") from error
-    wrong = [f"{name} {list(tensor.shape)} instead of {list(parameters[name].shape)}"
-             for name, tensor in tensors.items() if tensor.shape != parameters[name].shape]
+    wrong = [f"{name} {list(tensor.shape)} instead of {list(shapes[name])}"
+             for name, tensor in tensors.items() if tensor.shape != shapes[name]]
     if missing or wrong:
         found = [f"{len(missing)} missing, for instance {missing[0]}"] if missing else []
         raise InputError("weights do not fit the model",
@@ -65,11 +68,11 @@ def load_weights(model: torch.nn.Module, path: str) -> None:
                          remedy="use the model flags that the weights were made with")
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
+            parameters[name].copy_(shard_of(tensor, parameters[name], rank, size))
 
 
 def reduced_gradients(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Copies of all reduced gradients by name; every rank of the pool calls it.
+    """Copies of all reduced gradients by name, whole; every rank calls it. Frozen parameters have none.
 
     With the distributed optimizer a rank holds the reduced gradient of its shard of a bucket only, and its
     own share elsewhere: shards are gathered first, which does not touch what the optimizer reads.
@@ -80,7 +83,8 @@ def reduced_gradients(ddp: DistributedDataParallel) -> dict[str, Tensor]:
             for bucket in buffer.buckets:
                 mine = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    return {name: parameter.main_grad.detach().clone() for name, parameter in ddp.module.named_parameters()}
+    return {name: gather_whole(parameter.main_grad, parameter).clone()
+            for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
 
 
 def check_output(path: str, flag: str) -> None:

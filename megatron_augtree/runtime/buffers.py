@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,14 @@ from megatron_augtree.planning.schedule import Rows
 
 #: buffer name -> field -> tensor [rows, ...]
 Buffers = dict[str, dict[str, Tensor]]
+
+
+def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Integers of the host on the device, int64; the host does not wait for the copy."""
+    host = torch.as_tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
 
 
 def take(tensor: Tensor, rows: Rows) -> Tensor:

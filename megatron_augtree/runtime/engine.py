@@ -23,6 +23,7 @@ from megatron_augtree.planning.compiler import compile_pass
 from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.schedule import Program, reverse
 from megatron_augtree.planning.tree import Forest
+from megatron_augtree.runtime.buffers import to_device
 from megatron_augtree.runtime.layout import LocalRows, PassLayout, SequenceLayout
 from megatron_augtree.runtime.prompt_state import PromptState
 from megatron_augtree.runtime.trace import Trace
@@ -257,7 +258,7 @@ class _Run(PassRunner):
             )
 
     def _index(self, numbers: np.ndarray) -> Tensor:
-        return torch.as_tensor(numbers, device=self.engine.device)
+        return to_device(numbers, self.engine.device)
 
     def _count(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         self.loss += float(loss.detach())

@@ -17,6 +17,7 @@ from megatron_augtree.config import InputError
 from megatron_augtree.planning.placement import Span
 from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.tree import Forest, ForestShape
+from megatron_augtree.runtime.buffers import to_device
 
 
 class Place(NamedTuple):
@@ -55,12 +56,14 @@ class LocalRows:
     """The rows of a pass on some ranks, one rank after the other.
 
     Attributes:
+        pass_id: the pass.
         rows: [T] global row numbers.
         inputs, positions: [T] int64.
         scored: [n] int64, which of the T rows carry a loss.
         targets: [n] int64, their targets.
     """
 
+    pass_id: int
     rows: np.ndarray
     inputs: Tensor
     positions: Tensor
@@ -72,7 +75,7 @@ class PassLayout:
     """Rows and scored rows of one pass on every rank of its block."""
 
     def __init__(self, p: Pass, forest: Forest) -> None:
-        self.forest = forest
+        self.forest, self.pass_id = forest, p.id
         self.rows = [rows_of(forest.shape, spans) for spans in p.placement]
         self.scored = [rows[forest.scored[rows]] for rows in self.rows]
 
@@ -97,15 +100,13 @@ class PassLayout:
         rows = np.concatenate([self.rows[rank] for rank in ranks])
         scored = np.flatnonzero(forest.scored[rows])
 
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.int64, device=device)
-
         return LocalRows(
+            self.pass_id,
             rows,
-            tensor(forest.inputs[rows]),
-            tensor(forest.positions[rows]),
-            tensor(scored),
-            tensor(forest.targets[rows[scored]]),
+            to_device(forest.inputs[rows], device),
+            to_device(forest.positions[rows], device),
+            to_device(scored, device),
+            to_device(forest.targets[rows[scored]], device),
         )
 
 

@@ -11,40 +11,27 @@ Transport never sees a mask.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_augtree.attention.merge import merge_
 from megatron_augtree.config import AugTreeError
-from megatron_augtree.planning.schedule import Landing, Stage, Transfer
-from megatron_augtree.runtime.buffers import Buffers, add_, by_width, copy_, pack, pieces, take, unpack
-
-
-@dataclass(frozen=True)
-class FieldSpec:
-    """Shape and type of every field of a row, so that a receiver knows what arrives.
-
-    Attributes:
-        sizes: field -> shape of one row.
-        dtypes: field -> type on the wire.
-    """
-
-    sizes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
-
-
-@dataclass
-class Traffic:
-    """Bytes of the tensors handed to torch, by payload, and messages."""
-
-    bytes: Counter[str] = field(default_factory=Counter)
-    messages: int = 0
+from megatron_augtree.planning.schedule import Stage, Transfer
+from megatron_augtree.runtime.buffers import Buffers
+from megatron_augtree.runtime.messages import (
+    FieldSpec,
+    Traffic,
+    arrived,
+    length_of,
+    messages_of,
+    pack_into,
+    pack_message,
+    write,
+)
+from megatron_augtree.runtime.streams import CudaStreams, Streams, Waits
 
 
 class Transport(Protocol):
@@ -54,6 +41,9 @@ class Transport(Protocol):
 
     def hosts(self, block: Sequence[int]) -> list[int]:
         """Block ranks that this process plays."""
+
+    def start(self) -> None:
+        """A program begins: its buffers are made, and what is in them at first was given to the device."""
 
     def post(
         self, block: Sequence[int], stage: Stage, held: Mapping[int, Buffers], spec: FieldSpec
@@ -73,6 +63,20 @@ class Transport(Protocol):
     ) -> Tensor:
         """[sum(counts), width] values of a block's ranks, in block order, on every rank of it."""
 
+    def deliver(
+        self, sent: Mapping[tuple[int, int], Tensor], counts: Mapping[tuple[int, int], int], like: Tensor
+    ) -> dict[tuple[int, int], Tensor]:
+        """Messages between any ranks of the pool.
+
+        Args:
+            sent: (from, to) -> [n, ...] rows of this process's ranks.
+            counts: (from, to) -> rows of every message that this process's ranks send or receive; none is 0.
+            like: [_, ...] a tensor of the type, device and width of every message.
+
+        Returns:
+            (from, to) -> [n, ...] what this process's ranks were sent.
+        """
+
     def total(self, values: Tensor, op: str = "sum") -> Tensor:
         """Values added (``sum``) or compared (``min``, ``max``) over the pool's processes.
 
@@ -81,59 +85,6 @@ class Transport(Protocol):
 
     def same(self, text: str) -> list[str]:
         """Every process's text, in order."""
-
-
-def _messages(stage: Stage) -> dict[tuple[int, int], list[Transfer]]:
-    pairs: dict[tuple[int, int], list[Transfer]] = {}
-    for t in stage.transfers:
-        pairs.setdefault((t.src, t.dst), []).append(t)
-    return pairs
-
-
-def _order(transfers: Sequence[Transfer], spec: FieldSpec) -> list[tuple[Transfer, str]]:
-    """Fields of a message in packing order: wider types first over the whole message."""
-    items = [(t, name) for t in transfers for name in by_width(spec.dtypes, t.payload.fields)]
-    return sorted(items, key=lambda item: -spec.dtypes[item[1]].itemsize)
-
-
-def _pack(transfers: Sequence[Transfer], buffers: Buffers, spec: FieldSpec, traffic: Traffic) -> Tensor:
-    fields = []
-    for t, name in _order(transfers, spec):
-        part = take(buffers[t.source.buffer][name], t.source).to(spec.dtypes[name])
-        traffic.bytes[t.payload.name] += part.numel() * part.element_size()
-        fields.append(part)
-    traffic.messages += 1
-    return pack(fields)
-
-
-def _unpack(transfers: Sequence[Transfer], message: Tensor, spec: FieldSpec) -> dict[tuple[int, str], Tensor]:
-    order = _order(transfers, spec)
-    layouts = [((t.sink.count, *spec.sizes[name]), spec.dtypes[name]) for t, name in order]
-    return {(id(t), name): part for (t, name), part in zip(order, unpack(message, layouts))}
-
-
-def _length(transfers: Sequence[Transfer], spec: FieldSpec) -> int:
-    total = 0
-    for t, name in _order(transfers, spec):
-        width = spec.dtypes[name].itemsize
-        for size in spec.sizes[name]:
-            width *= size
-        total += width * t.sink.count
-    return total
-
-
-def _write(transfer: Transfer, parts: Mapping[str, Tensor], buffers: Buffers) -> None:
-    buffer, sink = buffers[transfer.sink.buffer], transfer.sink
-    if transfer.payload.landing is Landing.MERGE:
-        both = zip(pieces(sink, parts["out"]), pieces(sink, parts["lse"]))
-        for (out, (lo, hi)), (lse, _) in both:
-            merge_(buffer["out"][lo:hi], buffer["lse"][lo:hi], out, lse)
-        return
-    for name, part in parts.items():
-        if transfer.payload.landing is Landing.ADD:
-            add_(buffer[name], sink, part)
-        else:
-            copy_(buffer[name], sink, part)
 
 
 class LocalTransport:
@@ -150,23 +101,25 @@ class LocalTransport:
     def hosts(self, block: Sequence[int]) -> list[int]:
         return list(range(len(block)))
 
+    def start(self) -> None:
+        pass
+
     def post(self, block, stage, held, spec):
         sent = {
-            pair: _pack(ts, held[pair[0]], spec, self.traffic[block[pair[0]]])
-            for pair, ts in _messages(stage).items()
+            pair: pack_message(transfers, held[pair[0]], spec, self.traffic[block[pair[0]]])
+            for pair, transfers in messages_of(stage).items()
         }
         return stage, held, spec, sent
 
     def land(self, posted) -> None:
         stage, held, spec, sent = posted
-        parts: dict[tuple[int, str], Tensor] = {}
-        for pair, transfers in _messages(stage).items():
-            parts.update(_unpack(transfers, sent[pair], spec))
-        for t in stage.transfers:
-            _write(t, {name: parts[(id(t), name)] for name in t.payload.fields}, held[t.dst])
+        write(arrived(stage, sent, spec), held)
 
     def share(self, block, mine, counts, width, like) -> Tensor:
         return torch.cat([mine[rank].detach() for rank in range(len(block))])
+
+    def deliver(self, sent, counts, like):
+        return {pair: message.clone() for pair, message in sent.items()}
 
     def total(self, values: Tensor, op: str = "sum") -> Tensor:
         return values
@@ -181,26 +134,38 @@ class DistTransport:
     Args:
         group: the pool: Megatron's data-parallel group with context parallelism. None is the default group.
         delay: called before every send; tests use it to shake the order of arrival.
+        streams: transfers travel on a side stream of the device; by default CUDA's under NCCL, none under
+            gloo, where the host itself waits.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, delay: Callable[[], float] | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        delay: Callable[[], float] | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.group, self.delay = group, delay
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.traffic = [Traffic() for _ in range(self.world)]
         self._global = [dist.get_global_rank(group, r) if group is not None else r for r in range(self.world)]
+        if streams is None and self.device.type == "cuda":
+            streams = CudaStreams(self.device)
+        self.waits = Waits(streams, self.device) if streams is not None else None
         # A batch of sends must not be a communicator's first call: ranks without work post nothing.
         self.total(torch.zeros(1, device=self.device))
 
     @property
     def device(self) -> torch.device:
-        if dist.get_backend(self.group) == "nccl":
+        if "nccl" in dist.get_backend(self.group):  # also of a group with a library for each device
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def hosts(self, block: Sequence[int]) -> list[int]:
         return [block.index(self.rank)] if self.rank in block else []
+
+    def start(self) -> None:
+        if self.waits is not None:
+            self.waits.start()
 
     def post(self, block, stage, held, spec):
         if self.rank not in block:
@@ -211,34 +176,55 @@ class DistTransport:
                 remedy="report this plan",
             )
         me = block.index(self.rank)
-        pairs = {pair: ts for pair, ts in _messages(stage).items() if me in pair}
-        messages, works, sent = {}, [], []
-        operations = []
-        for (src, dst), transfers in pairs.items():
-            if src == me:
-                message = _pack(transfers, held[me], spec, self.traffic[self.rank])
-                sent.append(message)
-                operations.append(dist.P2POp(dist.isend, message, self._global[block[dst]], self.group))
+        pairs = {pair: transfers for pair, transfers in messages_of(stage).items() if me in pair}
+        works, received, kept = [], {}, []
+        if pairs and self.waits is not None:
+            self.waits.before_packing(stage, me)
+            with self.waits.streams.side():
+                works, received, kept = self._exchange(block, me, pairs, held[me], spec)
+        elif pairs:
+            works, received, kept = self._exchange(block, me, pairs, held[me], spec)
+        return stage, held, spec, works, received, kept
+
+    def _exchange(self, block, me: int, pairs: Mapping[tuple[int, int], Sequence[Transfer]],
+                  buffers: Buffers, spec: FieldSpec):
+        """(works, (from, to) -> what is received, what is sent) of one batch of messages."""
+        received, sent, operations = {}, [], []
+        for pair, transfers in pairs.items():
+            src, dst = (block[rank] for rank in pair)
+            if pair[0] == me:
+                sent.append(self._packed((src, dst), transfers, buffers, spec))
+                operations.append(dist.P2POp(dist.isend, sent[-1], self._global[dst], self.group))
             else:
-                message = torch.empty(_length(transfers, spec), dtype=torch.uint8, device=self.device)
-                messages[(src, dst)] = message
-                operations.append(dist.P2POp(dist.irecv, message, self._global[block[src]], self.group))
-        if operations:
-            if self.delay is not None:
-                time.sleep(self.delay())
-            works = dist.batch_isend_irecv(operations)
-        return stage, pairs, held, spec, messages, works, sent
+                received[pair] = self._message("receive", (src, dst), length_of(transfers, spec))
+                operations.append(dist.P2POp(dist.irecv, received[pair], self._global[src], self.group))
+        if self.delay is not None:
+            time.sleep(self.delay())
+        return dist.batch_isend_irecv(operations), received, sent
+
+    def _packed(self, pair: tuple[int, int], transfers: Sequence[Transfer], buffers: Buffers,
+                spec: FieldSpec) -> Tensor:
+        traffic = self.traffic[self.rank]
+        if self.waits is None:
+            return pack_message(transfers, buffers, spec, traffic)
+        message = self._message("send", pair, length_of(transfers, spec))
+        pack_into(message, transfers, buffers, spec, traffic)
+        return message
+
+    def _message(self, use: str, pair: tuple[int, int], length: int) -> Tensor:
+        if self.waits is None:
+            return torch.empty(length, dtype=torch.uint8, device=self.device)
+        return self.waits.message(use, pair, length)
 
     def land(self, posted) -> None:
-        stage, pairs, held, spec, messages, works, _ = posted
+        stage, held, spec, works, received, _ = posted
+        if self.waits is not None:
+            if works:
+                self.waits.land(works, arrived(stage, received, spec), held)
+            return
         for work in works:
             work.wait()
-        parts: dict[tuple[int, str], Tensor] = {}
-        for pair, message in messages.items():
-            parts.update(_unpack(pairs[pair], message, spec))
-        for t in stage.transfers:
-            if (t.src, t.dst) in messages:
-                _write(t, {name: parts[(id(t), name)] for name in t.payload.fields}, held[t.dst])
+        write(arrived(stage, received, spec), held)
 
     def share(self, block, mine, counts, width, like) -> Tensor:
         me = block.index(self.rank)
@@ -255,6 +241,22 @@ class DistTransport:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return torch.cat(parts)
+
+    def deliver(self, sent, counts, like):
+        found, operations, kept = {}, [], []
+        for pair in sorted(counts):
+            src, dst = pair
+            if src == dst:
+                found[pair] = sent[pair]
+            elif src == self.rank:
+                kept.append(sent[pair].contiguous())
+                operations.append(dist.P2POp(dist.isend, kept[-1], self._global[dst], self.group))
+            else:
+                found[pair] = like.new_empty((counts[pair], *like.shape[1:]))
+                operations.append(dist.P2POp(dist.irecv, found[pair], self._global[src], self.group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return found
 
     def total(self, values: Tensor, op: str = "sum") -> Tensor:
         values = values.to(self.device, copy=True)  # all_reduce works in place; the caller keeps its tensor

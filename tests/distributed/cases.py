@@ -62,6 +62,8 @@ def _common(world: int) -> list[dict]:
     return [
         *[{"do": "delays", "name": f"delays {_name(PROGRAMS[i])}", "program": PROGRAMS[i],
            "data": "three_levels"} for i in busy],
+        *[{"do": "streamed", "name": f"streams {_name(PROGRAMS[i])}", "program": PROGRAMS[i],
+           "data": "three_levels"} for i in (0, *busy)],
         {"do": "other_data", "name": "other data on rank 1"},
         {"do": "other_plan", "name": "another plan on rank 1"},
         {"do": "other_weights", "name": "other weights on rank 1"},

@@ -382,9 +382,9 @@ def play(model: torch.nn.Module, batch: StepBatch, kind: str = "grpo", *,
 class Lab:
     """A stock and an AugTree model with the same weights, and the oracle's outcomes, each computed once."""
 
-    def __init__(self, text: str = MODEL, dtype: str = "float64") -> None:
+    def __init__(self, text: str = MODEL, dtype: str = "float64", *, make: Callable = build_model) -> None:
         self.args = parse(text, dtype)
-        self.stock, self.tree = (build_model(self.args, augtree=augtree) for augtree in (False, True))
+        self.stock, self.tree = (make(self.args, augtree=augtree) for augtree in (False, True))
         self.start = {name: p.detach().clone() for name, p in self.stock.named_parameters()}
         self._known: dict[tuple[str, str], tuple[list[Group], Outcome]] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_augtree.attention.kernels import KERNEL_NAMES, Segment, SegmentGrad, get_kernel
+from megatron_augtree.attention.kernels import KERNEL_NAMES, Segment, SegmentGrad, choose_kernel, get_kernel
 from megatron_augtree.config import AugTreeError, UnsupportedError
 
 KERNELS = ("reference", "cpu_flash")
@@ -100,19 +100,12 @@ def test_sixteen_bits_err_at_most_twice_dense(name, dtype, causal):
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("heads", HEADS)
-def test_unequal_widths(heads, causal):
-    drawn = draw(11, 11, heads, 8, value_width=4)
-    for a, b in zip(run("reference", *drawn, causal, 0.3), oracle(*drawn, causal, 0.3), strict=True):
+@pytest.mark.parametrize("widths", ((8, 4), (4, 9)))
+@pytest.mark.parametrize("name", KERNELS)
+def test_unequal_widths(name, widths, heads, causal):
+    drawn = draw(11, 11, heads, widths[0], value_width=widths[1])
+    for a, b in zip(run(name, *drawn, causal, 0.3), oracle(*drawn, causal, 0.3), strict=True):
         assert a.shape == b.shape and err(a, b) < 1e-12
-    with pytest.raises(UnsupportedError, match="key width 8, value width 4"):
-        run("cpu_flash", *drawn, causal, 0.3)
-
-
-def test_unequal_widths_are_refused_in_backward():
-    dout, q, k, v = draw(5, 5, (4, 2), 8, value_width=4)
-    segment = SegmentGrad(dout, q, k, v, torch.zeros_like(dout), torch.zeros(5, 4))
-    with pytest.raises(UnsupportedError, match="remedy: choose the kernel `reference`"):
-        get_kernel("cpu_flash", "cpu").backward([segment], False, 1.0)
 
 
 @pytest.mark.parametrize("rows, keys", ((0, 5), (5, 0), (0, 0)))
@@ -220,13 +213,17 @@ def test_shapes_that_do_not_fit_are_refused(name):
 
 
 def test_get_kernel():
-    names = {name: get_kernel(name, torch.device("cpu")).name for name in KERNEL_NAMES}
+    names = {name: get_kernel(name, torch.device("cpu")).name for name in ("auto", "reference", "cpu_flash")}
     assert names == {"auto": "cpu_flash", "reference": "reference", "cpu_flash": "cpu_flash"}
-    assert get_kernel("reference", "meta").name == "reference"
-    for name in ("auto", "cpu_flash"):
-        with pytest.raises(UnsupportedError, match="device cuda:1"):
-            get_kernel(name, "cuda:1")
+    assert str(choose_kernel("cpu")) == "cpu_flash (the fastest here)"
+    for device in ("meta", "cuda"):
+        assert get_kernel("reference", device).name == "reference"
+        assert get_kernel("auto", device).name == "auto"
+    for name, device in (("cpu_flash", "cuda:1"), ("cuda_flash", "cpu"), ("te_fused", "cpu")):
+        with pytest.raises(UnsupportedError, match=f"device {device}") as error:
+            get_kernel(name, device)
+        assert "`auto`" in error.value.remedy
     with pytest.raises(AugTreeError) as error:
         get_kernel("flash", "cpu")
-    assert error.value.values == "kernel 'flash'" and "auto, reference, cpu_flash" in error.value.rule
+    assert error.value.values == "kernel 'flash'" and ", ".join(KERNEL_NAMES) in error.value.rule
     assert error.value.what and error.value.remedy

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_augtree.attention.kernels import Segment, SegmentGrad, get_kernel
-from megatron_augtree.attention.merge import accumulation_dtype, delta_of, merge_, synthetic_out
+from megatron_augtree.attention.merge import (
+    _merge_without_looking_,
+    accumulation_dtype,
+    delta_of,
+    merge_,
+    synthetic_out,
+)
 
 INF = math.inf
 KERNELS = ("reference", "cpu_flash")
@@ -156,6 +162,26 @@ def test_first_merge_into_an_uninitialised_accumulator_is_a_copy():
         want[3, 1] = 0.0
         assert torch.equal(out[1:], want[1:]) and torch.equal(lse[1:], part_lse[1:])
         assert torch.equal(out[0, 1], want[0, 1]) and seen != torch.equal(out[0, 0], want[0, 0])
+
+
+def test_an_accelerator_gives_the_same_bits_without_looking():
+    """The way without a question that the host would have to wait for."""
+    gen = torch.Generator().manual_seed(1)
+    for share in (0.0, 0.3, 1.0):
+        for part_share in (0.0, 0.3, 1.0):
+            sides = []
+            for unseen in (share, part_share):
+                out, lse = torch.randn(7, 2, 4, generator=gen), 30 * torch.randn(7, 2, generator=gen)
+                nothing = torch.rand(7, 2, generator=gen) < unseen
+                out.masked_fill_(nothing.unsqueeze(-1), math.nan)
+                sides.append((out, lse.masked_fill_(nothing, -INF)))
+            (out, lse), part = sides
+            got_out, got_lse = out.clone(), lse.clone()
+            merge_(out, lse, *part)
+            _merge_without_looking_(got_out, got_lse, *part)
+            assert torch.equal(got_out, out) and torch.equal(got_lse, lse)
+    meta = torch.empty(7, 2, 4, device="meta"), torch.empty(7, 2, device="meta")
+    merge_(*meta, *meta)  # a tensor without numbers cannot be looked at
 
 
 def test_no_rows_and_narrow_partials():

@@ -97,6 +97,12 @@ def check_segment(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) ->
     )
 
 
+def pad_width(x: Tensor, width: int) -> Tensor:
+    """``[T, H, D]`` -> ``[T, H, width]``, zeros at the end; the tensor itself where it is that wide."""
+    missing = width - x.shape[2]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
 def is_empty(q: Tensor, k: Tensor) -> bool:
     """Whether a segment has no pair to compute; such a segment never reaches a fused kernel."""
     return q.shape[0] == 0 or k.shape[0] == 0
