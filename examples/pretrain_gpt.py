@@ -42,7 +42,12 @@ from megatron_augtree.mcore.arguments import (
     augtree_config,
     check_supported,
 )
-from megatron_augtree.mcore.build import build_config, build_model, tensor_parallel_size
+from megatron_augtree.mcore.build import (
+    build_config,
+    build_model,
+    check_recompute,
+    tensor_parallel_size,
+)
 from megatron_augtree.mcore.checkpoint import (
     FORMATS,
     Checkpoint,
@@ -58,7 +63,7 @@ from megatron_augtree.mcore.report import Report, StepRecord
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.stock import StockSchedule
-from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_model
+from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_as_asked
 from megatron_augtree.mcore.weights import check_folder
 from megatron_augtree.rl.losses import LossConfig
 from megatron_augtree.runtime.transport import Transport
@@ -190,6 +195,7 @@ def prepare(args: argparse.Namespace, world: int | None = None) -> Training:
         AugTreeError: the first thing that is wrong.
     """
     check_supported(args)
+    check_recompute(args)
     config, loss = augtree_config(args), objective.loss_config(args)
     check_flags(args, config)
     groups = tuple(load_groups(args))
@@ -297,13 +303,7 @@ class Trainer:
         model = build_model(args, augtree=training.config is not None, seed=args.seed, **chunk)
         if training.checkpoint is not None:
             agree(lambda: training.checkpoint.load_model(model))
-        self.ddp: DistributedDataParallel = wrap_model(
-            model,
-            distributed_optimizer=args.use_distributed_optimizer,
-            overlap_grad_reduce=args.overlap_grad_reduce,
-            overlap_param_gather=args.overlap_param_gather,
-            bucket_size=args.ddp_bucket_size,
-        )
+        self.ddp: DistributedDataParallel = wrap_as_asked(args, model)
         self.optimizer = make_optimizer(args, self.ddp)
         values = {"temperature": training.loss.temperature, "entropy": training.loss.entropy_coef > 0}
         if training.config is None:

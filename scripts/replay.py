@@ -54,7 +54,7 @@ from megatron_augtree.mcore.arguments import (
     augtree_flag,
     check_supported,
 )
-from megatron_augtree.mcore.build import build_model
+from megatron_augtree.mcore.build import build_model, check_recompute, tensor_parallel_size
 from megatron_augtree.mcore.launch import (
     RankParser,
     add_data_arguments,
@@ -76,7 +76,7 @@ from megatron_augtree.mcore.objective import (
 )
 from megatron_augtree.mcore.sampler import StepBatch, model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
-from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, pool_size, wrap_model
+from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, pool_size, wrap_as_asked
 from megatron_augtree.mcore.weights import (
     check_folder,
     check_output,
@@ -269,6 +269,8 @@ def check_mode(args: argparse.Namespace) -> None:
         AugTreeError: no mode, a value out of range, or flags that the mode would ignore.
     """
     check_supported(args)
+    check_recompute(args)
+    tensor_parallel_size(args, env_world())
     if args.context_parallel_mode is None:
         raise AugTreeError("no mode", values="--context-parallel-mode is not given",
                            rule=f"a replay computes in one of AugTree's modes, or in {UNSHARED}",
@@ -315,7 +317,7 @@ def build(args: argparse.Namespace, groups: Sequence[Group]) -> tuple[Distribute
     model = build_model(args, augtree=not alone, seed=args.seed, logit_chunk_mib=args.augtree_logit_chunk_mib)
     if args.load:
         load_weights(model, args.load)
-    ddp = wrap_model(model, distributed_optimizer=args.use_distributed_optimizer)
+    ddp = wrap_as_asked(args, model)
     ddp.zero_grad_buffer()  # touched, hence resident: gradients belong to the model, not to the step's peak
     return ddp, make_optimizer(args, ddp)
 

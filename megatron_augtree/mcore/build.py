@@ -40,6 +40,7 @@ def initialize(args: argparse.Namespace, *, seed: int = 1234, timeout_s: float =
         InputError: ranks were given different flags.
     """
     check_supported(args)
+    check_recompute(args)
     cpu.install()
     cpu.keep_heap()
     if not dist.is_initialized():
@@ -85,9 +86,31 @@ def tensor_parallel_size(args: argparse.Namespace, world: int) -> int:
             "tensor parallelism does not fit",
             values=f"--tensor-model-parallel-size {size}, " + ", ".join(found for found, _ in broken),
             rule="; ".join(rule for _, rule in broken),
-            remedy="choose a size that divides all of them (pad the vocabulary if need be)",
+            remedy="choose a size that divides all of them (pad the vocabulary if need be), above 1 for "
+            "--sequence-parallel",
         )
     return size
+
+
+def check_recompute(args: argparse.Namespace) -> None:
+    """Refuses flags of recompute that do not go together; Megatron would end with an assertion.
+
+    Raises:
+        UnsupportedError: full recompute that does not say of what, or its flags without it.
+    """
+    method, layers = args.recompute_method, args.recompute_num_layers
+    full = args.recompute_granularity == "full"
+    fits = method is not None and layers is not None and 0 < layers <= args.num_layers and (
+        method == "block" or args.num_layers % layers == 0)
+    if full and not fits or not full and (method is not None or layers is not None):
+        raise UnsupportedError(
+            "flags of recompute do not go together",
+            values=f"--recompute-granularity {args.recompute_granularity}, --recompute-method {method}, "
+            f"--recompute-num-layers {layers}, --num-layers {args.num_layers}",
+            rule="full recompute is of chunks of layers (uniform; they divide the layers) or of the first "
+            "layers (block); selective recompute takes neither flag",
+            remedy="add --recompute-method and --recompute-num-layers, or leave them out",
+        )
 
 
 def ffn_width(args: argparse.Namespace) -> int:
@@ -133,6 +156,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         UnsupportedError: a setting that AugTree does not compute exactly.
     """
     check_supported(args)
+    check_recompute(args)
     dtype = getattr(torch, args.dtype)
     activation = {"activation_func": torch.nn.functional.silu} if args.swiglu else {}
     config = TransformerConfig(

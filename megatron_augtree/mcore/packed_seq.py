@@ -27,6 +27,7 @@ class AugTreePackedSeqParams(PackedSeqParams):
         context: the pass's runtime context, handed to ``tree_attention``.
         scored: local rows that carry a loss, int64 ``[n]``; only they reach the vocabulary projection.
         score: see ``Score``; the model returns ``[1, n, k]``.
+        last_position: the largest position, -1 without rows; where it is left out, the device is asked.
         padding: rows behind the T rows that belong to no plan, and which no row attends to. A bound model
             sets it: megatron-core cannot run a pack of no rows, and sequence parallelism cuts equal parts.
     """
@@ -35,6 +36,7 @@ class AugTreePackedSeqParams(PackedSeqParams):
     context: Any = None
     scored: Tensor | None = None
     score: Score | None = None
+    last_position: int | None = None
     padding: int = 0
 
     def __post_init__(self) -> None:
@@ -44,3 +46,5 @@ class AugTreePackedSeqParams(PackedSeqParams):
         self.qkv_format = "sbhd"
         if self.positions is not None:
             self.max_seqlen_q = self.max_seqlen_kv = self.positions.numel()
+            if self.last_position is None:
+                self.last_position = int(self.positions.max()) if self.positions.numel() else -1

@@ -50,7 +50,7 @@ class RowRotary:
         if pack is None:
             return self.stock(*args, **kwargs)
         positions = torch.nn.functional.pad(pack.positions, (0, pack.padding))
-        needed = int(positions.max()) + 1
+        needed = max(pack.last_position, 0) + 1
         if self.table is None or self.table.shape[0] < needed:
             # Doubled, so that ever longer packs do not rebuild it each time. Not the stock forward: its
             # cache is keyed by arguments and would keep every table.

@@ -190,7 +190,11 @@ class _PassCall:
             )
 
         packed = AugTreePackedSeqParams(
-            positions=local.positions, context=context, scored=local.scored, score=score
+            positions=local.positions,
+            context=context,
+            scored=local.scored,
+            score=score,
+            last_position=local.last_position,
         )
         micro = MicroBatch(local.inputs.unsqueeze(0), packed)
         output, self.loss_fn = self.forward_step_func(iter([micro]), self.model)

@@ -80,6 +80,17 @@ def wrap_model(
     return DistributedDataParallel(config, settings, model)
 
 
+def wrap_as_asked(args: argparse.Namespace, model: GPTModel) -> DistributedDataParallel:
+    """`wrap_model` with a launcher's flags."""
+    return wrap_model(
+        model,
+        distributed_optimizer=args.use_distributed_optimizer,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        bucket_size=args.ddp_bucket_size,
+    )
+
+
 @dataclass
 class TorchOptimizer:
     """torch's SGD or Adam on DDP's reduced gradients, with Megatron's interface.

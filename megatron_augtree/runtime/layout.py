@@ -61,6 +61,7 @@ class LocalRows:
         inputs, positions: [T] int64.
         scored: [n] int64, which of the T rows carry a loss.
         targets: [n] int64, their targets.
+        last_position: the largest position, known without asking the device; -1 without rows.
     """
 
     pass_id: int
@@ -69,6 +70,7 @@ class LocalRows:
     positions: Tensor
     scored: Tensor
     targets: Tensor
+    last_position: int = -1
 
 
 class PassLayout:
@@ -107,6 +109,7 @@ class PassLayout:
             to_device(forest.positions[rows], device),
             to_device(scored, device),
             to_device(forest.targets[rows[scored]], device),
+            int(forest.positions[rows].max(initial=-1)),
         )
 
 
