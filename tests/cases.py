@@ -10,6 +10,8 @@ _ADVANTAGES = "unit/test_advantages.py"
 _ARGUMENTS = "mcore/test_arguments.py"
 _BINDING = "mcore/test_binding.py"
 _BINDING_LIMITS = "mcore/test_binding_limits.py"
+_MODELS = "mcore/test_models.py"
+_MODEL_LIMITS = "mcore/test_models_limits.py"
 _UPDATES = "numerics/test_cases.py"
 _LAYOUTS = "numerics/test_case_layouts.py"
 _MERGE = "numerics/test_merge.py"
@@ -44,10 +46,11 @@ CASES: dict[int, tuple[str, list[str]]] = {
     6: ("old log-probs of any plan give ratio 1; three steps follow the oracle",
         [f"{_UPDATES}::test_case_6_old_logprobs_of_any_plan_give_ratio_1",
          f"{_UPDATES}::test_case_6_three_steps_follow_the_oracle"]),
-    8: ("positions; interleaved rotary; partial and scaled rotary are refused",
+    8: ("positions; interleaved and partial rotary, YaRN beyond the original length; a shifted branch shows",
         [f"{_LAYOUTS}::test_case_8_positions", f"{_LAYOUTS}::test_case_8_40_42_43_models",
          f"{_MUTATIONS}::test_one_branchs_positions_are_shifted_by_one",
-         f"{_ARGUMENTS}::test_arguments_are_refused"]),
+         f"{_MODELS}::test_models_equal_the_unshared_run",
+         f"{_MODELS}::test_case_8_shifting_one_branch_by_one_shows"]),
     9: ("partials of very different scales, upstream gradient not ones",
         [f"{_MERGE}::test_scaled_pieces_equal_dense_autograd",
          f"{_LAYOUTS}::test_case_9_shards_of_different_scales_land_on_their_owners"]),
@@ -78,7 +81,9 @@ CASES: dict[int, tuple[str, list[str]]] = {
     23: ("whitening over all ranks", [f"{_ADVANTAGES}::test_case_23_whitening_over_all_ranks"]),
     24: ("every residue of lengths, twice", [f"{_UPDATES}::test_case_24_every_residue_of_lengths_twice"]),
     25: ("tiny batches", [f"{_UPDATES}::test_case_16_25_ranks_without_a_scored_row_and_tiny_batches"]),
-    29: ("masks and batched positions are refused", [f"{_BINDING_LIMITS}::test_wrong_packs_are_refused"]),
+    29: ("a pack's masks and batched positions are refused; plain batches take stock's",
+         [f"{_BINDING_LIMITS}::test_wrong_packs_are_refused",
+          f"{_BINDING_LIMITS}::test_case_29_plain_batches_take_the_masks_and_positions_that_stock_takes"]),
     30: ("learned positions are refused", [f"{_ARGUMENTS}::test_arguments_are_refused",
                                            f"{_ARGUMENTS}::test_positions_are_read_from_the_model"]),
     32: ("masked garbage changes nothing; large valid differences stay finite", [
@@ -98,10 +103,11 @@ CASES: dict[int, tuple[str, list[str]]] = {
     40: ("a trainable replicated layer before the split: the embedding, on all ranks",
          [f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_WORKER}::parity"]),
     42: ("attention options: as the oracle, or refused", [
-        f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_ARGUMENTS}::test_arguments_are_refused"]),
-    43: ("heads, head dims, more ranks than KV heads; unequal widths are refused", [
-        f"{_LAYOUTS}::test_case_8_40_42_43_models",
-        f"{_BINDING_LIMITS}::test_attention_refuses_what_the_tree_cannot_express"]),
+        f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_MODELS}::test_models_equal_the_unshared_run",
+        f"{_MODEL_LIMITS}::test_each_limit_is_refused_with_flag_value_rule_and_remedy",
+        f"{_BINDING_LIMITS}::test_other_attention_and_other_models_are_refused"]),
+    43: ("heads, head dims, more ranks than KV heads, unequal widths", [
+        f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_MODELS}::test_models_equal_the_unshared_run"]),
     44: ("dropout is refused",
          [f"{_ARGUMENTS}::test_dropout_is_refused_with_its_reason_and_all_flags_at_once"]),
     45: ("experts", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
@@ -124,8 +130,9 @@ CASES: dict[int, tuple[str, list[str]]] = {
         f"{_BINDING}::test_only_scored_rows_are_projected_and_chunks_change_nothing"]),
     56: ("forward-only between accumulation passes",
          [f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes"]),
-    59: ("cross attention and batches are refused",
-         [f"{_BINDING_LIMITS}::test_attention_refuses_what_the_tree_cannot_express"]),
+    59: ("cross attention, batches and attention that is not causal are refused",
+         [f"{_BINDING_LIMITS}::test_attention_refuses_what_the_tree_cannot_express",
+          f"{_MODELS}::test_case_59_attention_that_is_not_causal_is_refused"]),
     60: ("evaluation, inference mode, no reference at beta 0", [
         f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes",
         f"{_LOSSES}::test_case_60_beta_0_needs_no_reference_and_no_gradient_mode"]),

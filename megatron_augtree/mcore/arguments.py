@@ -54,8 +54,8 @@ _ONE_STAGE = "the ranks of a pool hold all layers: they are data- and context-pa
 _ONE_MASK = ("one random mask on a shared prompt row would serve all branches, where the un-shared run draws "
              "one for every branch")
 _PLAIN = "attention is plain causal softmax attention over a row's ancestors"
-_ROPE = ("rows of many branches stand at one position: it is one number a row, and enters by rotary embedding "
-         "or not at all")
+_ROPE = ("rows of many branches stand at one position: it is one number a row, and enters by rotary "
+         "embedding or not at all")
 _FP8 = "scaling factors would see a shared prompt once"
 _OFF = (None, False)
 _LEAVE = "leave it out"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_augtree.config import UnsupportedError
@@ -92,6 +93,38 @@ def _set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = Fal
     torch.set_rng_state(new_state)
 
 
+def _allocating(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, weights: Any, is_loading: bool = False, **kwargs: Any) -> Any:
+        if is_loading:  # Megatron's own function makes the moments, but not the step beside them
+            self.init_state_fn(self.optimizer, self.config)
+            for state in self.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+        return original(self, weights, is_loading, **kwargs)
+
+    return sharded_state_dict
+
+
+def _with_step(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        original(self, model_param, {**tensors, "step": state["step"]})
+
+    return set_states
+
+
+def _unsharing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: dict) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
 def _always(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
@@ -114,6 +147,12 @@ SHIMS: tuple[Shim, ...] = (
     Shim(megatron_random, "_get_cuda_rng_state", _always(_get_state), "every fork of a tracker reads one"),
     Shim(megatron_random, "_set_cuda_rng_state", _always(_set_state),
          "every fork writes one; torch would only queue the write, see the trap above"),
+    Shim(DistributedOptimizer, "sharded_state_dict", _allocating,
+         "torch's Adam, which stands in for Transformer Engine's, has no state before its first step"),
+    Shim(DistributedOptimizer, "load_state_dict", _unsharing,
+         "one tensor is loaded as every parameter's step, and torch's Adam would count it up for each"),
+    Shim(DistributedOptimizer, "_set_main_param_and_optimizer_states", _with_step,
+         "loading asks every tensor for torch's step, which is saved, and was loaded, once for all"),
     Shim(torch.cuda, "current_stream", _always(lambda *args: _Stream()), "megatron-core 0.19 asks for it"),
     Shim(torch.cuda, "synchronize", _always(lambda *args: None), "timers and 0.19's gradient reduction"),
 )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_augtree.config import AugTreeError, UnsupportedError
 from megatron_augtree.mcore.arguments import check_config
+from megatron_augtree.mcore.ddp import changing_modules
 from megatron_augtree.mcore.output_layer import ScoredProjection
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.rotary import PackSlot, RowRotary
@@ -226,8 +227,8 @@ class Handle:
         model: the ``GPTModel`` or hybrid model inside any wrappers.
     """
 
-    def __init__(self, model: Model, logit_chunk_bytes: int) -> None:
-        self.model, self.slot = model, PackSlot()
+    def __init__(self, model: Model, logit_chunk_bytes: int, wrapped: torch.nn.Module | None = None) -> None:
+        self.model, self.slot, self._wrapped = model, PackSlot(), model if wrapped is None else wrapped
         base = GPTModel if isinstance(model, GPTModel) else HybridModel
         self._arguments = tuple(inspect.signature(base.forward).parameters)[1:]
         self._attentions, self._added = [], []
@@ -292,8 +293,9 @@ class Handle:
             del module.forward
         for attention in self._attentions:
             attention.bound = False
-        for attention in self._added:
-            attention.core_attention = attention.core_attention.stock
+        with changing_modules(self._wrapped):
+            for attention in self._added:
+                attention.core_attention = attention.core_attention.stock
         del self.model.augtree_handle
 
 
@@ -343,6 +345,7 @@ def prepare_model(model: torch.nn.Module, *, logit_chunk_mib: int = 256) -> Hand
     Raises:
         UnsupportedError: the model has something that AugTree does not compute exactly.
     """
+    wrapped = model
     while not isinstance(model, (GPTModel, HybridModel)):
         if not isinstance(getattr(model, "module", None), torch.nn.Module):
             raise UnsupportedError(
@@ -357,7 +360,8 @@ def prepare_model(model: torch.nn.Module, *, logit_chunk_mib: int = 256) -> Hand
     check_release(megatron.core.__version__)
     check_config(model.config, model=model)
     _check_layers(model.decoder.layers)
-    model.augtree_handle = Handle(model, logit_chunk_mib << 20)
+    with changing_modules(wrapped):
+        model.augtree_handle = Handle(model, logit_chunk_mib << 20, wrapped)
     return model.augtree_handle
 
 

@@ -24,6 +24,15 @@ VARIANTS = {
     "qk norm": LLAMA + "--qk-layernorm --group-query-attention --num-query-groups 2",
     "interleaved": LLAMA + "--rotary-interleaved --rotary-base 500",
     "scale and width": LLAMA + "--softmax-scale 0.9 --kv-channels 6",
+    "partial": LLAMA + "--rotary-percent 0.5 --rotary-base 100",
+    "partial interleaved": LLAMA + "--rotary-percent 0.5 --rotary-interleaved --rotary-base 100",
+    # The prompt alone is longer than the original length; mscale enters rotation and scores.
+    "yarn": LLAMA + "--position-embedding-type yarn --rotary-scaling-factor 16 --rotary-base 100 "
+            "--yarn-original-max-position-embeddings 4 --mscale 1.3",
+    # A base this large has wavelengths on both sides of the scaling's limits.
+    "llama3 scaling": LLAMA + "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 5000000",
+    "interpolation": LLAMA + "--rotary-seq-len-interpolation-factor 3",
+    "no positions": LLAMA + "--position-embedding-type none",
 }
 
 

@@ -40,12 +40,27 @@ def test_wrong_packs_are_refused():
         r"input_ids \[1, 27\]": lambda: model(ids[:, 1:], None, None, packed_seq_params=good),
         "score is None": lambda: model(ids, None, None, packed_seq_params=AugTreePackedSeqParams(
             positions=positions, scored=scored)),
+        r"position_ids \[3, 1, 28\], 28 rows": lambda: model(ids, positions.expand(3, 1, -1), None,
+                                                             packed_seq_params=good),
         "inference_context": lambda: model(ids, None, None, None, None, object(), good),
     }
     for found, call in cases.items():
         with pytest.raises(UnsupportedError, match=found.partition(",")[0]):
             call()
-    assert torch.equal(run_tree(model), run_tree(model))
+    # Position ids of a pack change nothing: the pack's own count.
+    want = run_tree(model)
+    for given in (positions[None], torch.zeros_like(positions)[None]):
+        assert torch.equal(model(ids, given, None, packed_seq_params=good)[0, :, 0], want)
+
+
+def test_case_29_plain_batches_take_the_masks_and_positions_that_stock_takes():
+    args, model = bound("prepare", VARIANTS["gqa"])
+    stock = build.build_model(args, augtree=False, seed=1)
+    ids = torch.tensor([PROMPT, PROMPT[::-1]])
+    triangle = torch.ones(1, 1, len(PROMPT), len(PROMPT), dtype=torch.bool).triu(1)
+    for positions in (None, torch.arange(len(PROMPT))[None].expand(2, -1)):
+        for mask in (None, triangle):
+            assert torch.equal(model(ids, positions, mask), stock(ids, positions, mask))
 
 
 def test_attention_refuses_what_the_tree_cannot_express():
@@ -55,11 +70,11 @@ def test_attention_refuses_what_the_tree_cannot_express():
     params = pack(targets, positions, mask, scored)
     q, k = torch.zeros(28, 1, 4, 8), torch.zeros(28, 1, 2, 8)
     assert attention(q, k, k, None, packed_seq_params=params).shape == (28, 1, 32)
+    assert attention(q, k, k[..., :4], None, packed_seq_params=params).shape == (28, 1, 16)
     for found, call in {
         "batch of 2": lambda: attention(q.expand(-1, 2, -1, -1), k, k, None, packed_seq_params=params),
         "attention_mask": lambda: attention(q, k, k, mask, packed_seq_params=params),
         "attention_bias": lambda: attention(q, k, k, None, None, mask, params),
-        "key width 8, value width 4": lambda: attention(q, k, k[..., :4], None, packed_seq_params=params),
         "28 queries, 27 keys": lambda: attention(q, k[1:], k[1:], None, packed_seq_params=params),
     }.items():
         with pytest.raises(UnsupportedError, match=found):
@@ -121,8 +136,8 @@ def test_other_attention_and_other_models_are_refused():
 
 
 def test_unsupported_arguments_stop_before_anything_starts():
-    with pytest.raises(UnsupportedError, match="--tensor-model-parallel-size 2"):
-        build.build_model(parse("--tensor-model-parallel-size 2"), augtree=False, seed=1)
+    with pytest.raises(UnsupportedError, match="--pipeline-model-parallel-size 2"):
+        build.build_model(parse("--pipeline-model-parallel-size 2"), augtree=False, seed=1)
 
 
 def test_oracle_refuses_what_does_not_fit():
