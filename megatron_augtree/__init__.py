@@ -15,6 +15,12 @@ _WHERE = {
     "UnsupportedError": "megatron_augtree.config",
     "InfeasiblePlanError": "megatron_augtree.config",
     "InputError": "megatron_augtree.config",
+    "shared_cost": "megatron_augtree.planning.shared_cost",
+    **dict.fromkeys(
+        ("Batch", "Handle", "Outputs", "StepOutput", "StepPlan", "forward", "forward_backward",
+         "forward_logprobs", "microbatches", "num_microbatches", "plan", "prepare_model"),
+        "megatron_augtree.mcore.api",
+    ),
 }
 __all__ = [*_WHERE, "__version__"]
 

@@ -21,7 +21,7 @@ def compare_ranks(transport: Transport, batch: StepBatch) -> None:
     Raises:
         InputError: names the ranks that differ from the first.
     """
-    texts = [text for pool in _everyones(transport, f"{batch.plan.digest()}/{batch.fingerprint}")
+    texts = [text for pool in everyones(transport, f"{batch.plan.digest()}/{batch.fingerprint}")
              for text in pool]
     groups = {text.split("|")[1].split("/")[1] for text in texts}
     _check(
@@ -41,7 +41,7 @@ def compare_weights(transport: Transport, model: torch.nn.Module) -> None:
     # Sums of the bits as integers wrap round, so they do not depend on the order of threads.
     sums = [p.detach().reshape(-1).view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)
             for p in model.parameters()]
-    for pool in _everyones(transport, " ".join(str(int(value)) for value in sums)):
+    for pool in everyones(transport, " ".join(str(int(value)) for value in sums)):
         _check(
             pool,
             "ranks hold different weights",
@@ -50,7 +50,7 @@ def compare_weights(transport: Transport, model: torch.nn.Module) -> None:
         )
 
 
-def _everyones(transport: Transport, text: str) -> list[list[str]]:
+def everyones(transport: Transport, text: str) -> list[list[str]]:
     """``rank|text`` of every process, pool by pool: tensor-parallel ranks are in different pools."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = transport.same(f"{rank}|{text}")

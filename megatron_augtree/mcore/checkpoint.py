@@ -6,12 +6,16 @@
                      random.pt              random states
                      checkpoint.json        what it was made for, and the size of every file; written last
 
+With `--ckpt-format torch_dist`, megatron-core's own format stands in the folder instead of the first three
+(`mcore/dist_checkpoint.py`); it is the one that tensor-parallel ranks and other numbers of ranks can use.
+
 A checkpoint is written in a folder that no reader looks at and put in place by one rename. A save that is
 killed leaves the older checkpoint to load; a file that was cut short later is noticed by its size.
 
-Nothing depends on the number of ranks or on the mode, with one exception: a shard of the distributed
-optimizer belongs to a rank, so such a checkpoint is loaded by as many ranks as saved it. Ranks of a pool draw
-the same random numbers (what would differ between them, dropout, is refused), so one random state is kept.
+Nothing depends on the number of ranks or on the mode, with one exception: in `safetensors` a shard of the
+distributed optimizer belongs to a rank, so such a checkpoint is loaded by as many ranks as saved it. Ranks of
+a pool draw the same random numbers (what would differ between them, dropout, is refused), so one random state
+is kept.
 """
 
 from __future__ import annotations
@@ -20,27 +24,36 @@ import argparse
 import functools
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_augtree.config import InputError
+from megatron_augtree.config import InputError, UnsupportedError
+from megatron_augtree.mcore import dist_checkpoint
 from megatron_augtree.mcore.build import build_config
 from megatron_augtree.mcore.launch import agree
+from megatron_augtree.mcore.training_state import (
+    load_optimizer,
+    random_state,
+    set_random_state,
+    shard_state,
+    shards_of,
+    tensors_of,
+)
 
 FORMAT = 1
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "checkpoint.json"
+#: ``--ckpt-format``.
+SAFETENSORS, TORCH_DIST = FORMATS = ("safetensors", "torch_dist")
 MODEL_FILE, RANDOM_FILE, OPTIMIZER_FILE = "model.safetensors", "random.pt", "optimizer.pt"
 
 
@@ -52,11 +65,13 @@ class Made:
         model: flag -> value, everything that decides what the weights mean.
         optimizer: flag -> value, everything that decides what its state means.
         shards: ranks that hold a part of the optimizer each; 1 where every rank holds it whole.
+        tensor_parallel: ranks that hold a slice of the weights each.
     """
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
     shards: int
+    tensor_parallel: int = 1
 
 
 def made_for(args: argparse.Namespace, world: int) -> Made:
@@ -94,7 +109,24 @@ def made_for(args: argparse.Namespace, world: int) -> Made:
             for part in (model, optimizer)
         ),
         shards=world if args.use_distributed_optimizer else 1,
+        tensor_parallel=args.tensor_model_parallel_size,
     )
+
+
+def check_format(args: argparse.Namespace) -> None:
+    """Fail where a run could not be saved in the format that was chosen.
+
+    Raises:
+        UnsupportedError: slices of weights in a format of whole ones.
+    """
+    if args.save and args.ckpt_format == SAFETENSORS and args.tensor_model_parallel_size > 1:
+        raise UnsupportedError(
+            "the checkpoint format does not hold slices of a model",
+            values=f"--ckpt-format {SAFETENSORS}, "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}",
+            rule="model.safetensors holds whole tensors, which no rank has",
+            remedy=f"use --ckpt-format {TORCH_DIST}",
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +151,7 @@ class Checkpoint:
     folder: str
     made: Made
     progress: Progress
+    ckpt_format: str = SAFETENSORS
 
     def require(self, made: Made, *, weights_only: bool = False) -> None:
         """Fail where the checkpoint does not belong to this run.
@@ -147,12 +180,23 @@ class Checkpoint:
                     remedy="restore the flags"
                     + ("" if kind == "model" else ", or start from the weights alone with --finetune"),
                 )
+        if self.ckpt_format == TORCH_DIST:
+            return
+        if made.tensor_parallel > 1:
+            raise UnsupportedError(
+                "a checkpoint holds whole weights",
+                values=f"{self.folder}: --ckpt-format {SAFETENSORS}; "
+                f"--tensor-model-parallel-size {made.tensor_parallel}",
+                rule="tensor-parallel ranks load slices",
+                remedy=f"load it on one such rank, and save it with --ckpt-format {TORCH_DIST}",
+            )
         if not weights_only and self.made.shards != made.shards:
             raise InputError(
                 "a checkpoint was made on another number of ranks",
                 values=f"{self.folder}: {self.made.shards} ranks there, {made.shards} here",
                 rule="every rank holds its own shard of the distributed optimizer",
-                remedy="use as many ranks, or start from the weights alone with --finetune",
+                remedy=f"use as many ranks, or save with --ckpt-format {TORCH_DIST}, or start from the "
+                "weights alone with --finetune",
             )
 
     def load_model(self, model: torch.nn.Module) -> None:
@@ -161,8 +205,10 @@ class Checkpoint:
         Raises:
             InputError: the file does not hold exactly the model's tensors.
         """
+        if self.ckpt_format == TORCH_DIST:
+            return _reading(self.folder, functools.partial(dist_checkpoint.load_weights, model=model))
         weights = _reading(os.path.join(self.folder, MODEL_FILE), load_file)
-        own = _tensors(model)
+        own = tensors_of(model)
         wrong = [
             name
             for name in sorted(own.keys() | weights.keys())
@@ -177,17 +223,30 @@ class Checkpoint:
             )
         model.load_state_dict(weights, strict=False)  # strict would ask for the extra states, which are empty
 
-    def load_training(self, optimizer: Any) -> None:
-        """Put optimizer and random states back; the learning rate and the like stay as the flags say."""
-        shards = _shards_of(optimizer)
+    def load_training(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Put optimizer and random states back; the learning rate and the like stay as the flags say.
+
+        Args:
+            model: the model inside DDP, with the checkpoint's weights.
+            optimizer: made of it.
+        """
+        if self.ckpt_format == TORCH_DIST:
+            read = functools.partial(dist_checkpoint.load_state, model=model, optimizer=optimizer,
+                                     tensor_parallel=self.made.tensor_parallel)
+            states = _reading(self.folder, read)
+            if states is not None:
+                set_random_state(states)
+            return
+        shards = shards_of(optimizer)
         name = _optimizer_file(_rank()) if shards else OPTIMIZER_FILE
         state = _reading(os.path.join(self.folder, name), _torch_load)
         for part, saved in zip(shards or [optimizer], state, strict=True):
-            _load_optimizer(part, saved, sharded=bool(shards))
-        _set_random_state(_reading(os.path.join(self.folder, RANDOM_FILE), _torch_load))
+            load_optimizer(part, saved, sharded=bool(shards))
+        set_random_state(_reading(os.path.join(self.folder, RANDOM_FILE), _torch_load))
 
 
-def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, optimizer: Any) -> str:
+def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, optimizer: Any,
+         ckpt_format: str = SAFETENSORS) -> str:
     """Write a checkpoint; called by every rank, returns when it is complete.
 
     Args:
@@ -195,6 +254,7 @@ def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, op
         made, progress: what is to be known when it is loaded.
         model: the model inside DDP.
         optimizer: Megatron's, or `update.TorchOptimizer`.
+        ckpt_format: one of `FORMATS`.
 
     Returns:
         The checkpoint's folder.
@@ -204,7 +264,7 @@ def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, op
     """
     final = os.path.join(folder, f"iter_{progress.iteration:07d}")
     partial = os.path.join(folder, f".iter_{progress.iteration:07d}.partial")
-    shards, rank = _shards_of(optimizer), _rank()
+    shards, rank = shards_of(optimizer), _rank()
 
     def begin() -> None:
         if rank == 0:
@@ -212,20 +272,23 @@ def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, op
                 shutil.rmtree(leftover, ignore_errors=True)
             os.makedirs(partial)
 
-    def write_optimizer() -> None:
-        if shards:
-            _torch_save([_shard_state(part) for part in shards], os.path.join(partial, _optimizer_file(rank)))
+    def write_parts() -> None:
+        if ckpt_format == TORCH_DIST:
+            dist_checkpoint.save_state(partial, model, optimizer, random_state())
+        elif shards:
+            _torch_save([shard_state(part) for part in shards], os.path.join(partial, _optimizer_file(rank)))
         elif rank == 0:
             _torch_save([optimizer.state_dict()], os.path.join(partial, OPTIMIZER_FILE))
 
     def complete() -> None:
         if rank == 0:
-            save_file(_tensors(model), os.path.join(partial, MODEL_FILE))
-            _torch_save(_random_state(), os.path.join(partial, RANDOM_FILE))
-            _publish(folder, partial, final, made, progress)
+            if ckpt_format == SAFETENSORS:
+                save_file(tensors_of(model), os.path.join(partial, MODEL_FILE))
+                _torch_save(random_state(), os.path.join(partial, RANDOM_FILE))
+            _publish(folder, partial, final, made, progress, ckpt_format)
 
     try:
-        for part in (begin, write_optimizer, complete):
+        for part in (begin, write_parts, complete):
             agree(functools.partial(_writing, folder, part))  # which also waits for every rank's part
     except SystemExit:
         if rank == 0:
@@ -234,13 +297,40 @@ def save(folder: str, made: Made, progress: Progress, model: torch.nn.Module, op
     return final
 
 
+def save_weights(folder: str, made: Made, weights: dict[str, Tensor]) -> str:
+    """Write weights that were not trained here as a checkpoint for ``--load`` with ``--finetune``.
+
+    Args:
+        folder: as for `save`.
+        made: of the launcher's arguments; its part about the optimizer is left out.
+        weights: the model's tensors, whole, by its names and in its type.
+
+    Returns:
+        The checkpoint's folder; its ``model.safetensors`` is what ``scripts/`` load.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    final, partial = (os.path.join(folder, name) for name in ("iter_0000000", ".iter_0000000.partial"))
+
+    def write() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.makedirs(partial)
+        save_file({name: value.contiguous() for name, value in weights.items()},
+                  os.path.join(partial, MODEL_FILE))
+        _publish(folder, partial, final, Made(made.model, {}, 1), Progress(0, 0, ""), SAFETENSORS)
+
+    _writing(folder, write)
+    return final
+
+
 def _writing(folder: str, part: Callable[[], None]) -> None:
     try:
         part()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointException) as error:
         raise InputError(
             "a checkpoint cannot be written",
-            values=f"--save {folder}: {error}",
+            values=f"--save {folder}: {str(error).strip()}",
             rule="--save is a folder that can be made and written, with room for the checkpoint",
             remedy="correct the path, or free some space",
         ) from error
@@ -269,15 +359,18 @@ def latest(folder: str) -> Checkpoint | None:
             actual = os.path.getsize(os.path.join(found, name))
             if actual != size:
                 raise ValueError(f"{name} has {actual} bytes, {size} were written")
-        return Checkpoint(found, Made(**manifest["made"]), Progress(**manifest["progress"]))
+        return Checkpoint(found, Made(**manifest["made"]), Progress(**manifest["progress"]),
+                          manifest.get("ckpt_format", SAFETENSORS))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(found, str(error)) from error
 
 
-def _publish(folder: str, partial: str, final: str, made: Made, progress: Progress) -> None:
+def _publish(folder: str, partial: str, final: str, made: Made, progress: Progress,
+             ckpt_format: str) -> None:
     """Complete the partial folder, put it in place and say that it is the newest."""
     sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in sorted(os.listdir(partial))}
-    manifest = {"format": FORMAT, "made": asdict(made), "progress": asdict(progress), "bytes": sizes}
+    manifest = {"format": FORMAT, "ckpt_format": ckpt_format, "made": asdict(made),
+                "progress": asdict(progress), "bytes": sizes}
     _write_text(os.path.join(partial, MANIFEST), json.dumps(manifest, indent=1))
     for name in sizes:
         _sync(os.path.join(partial, name))
@@ -324,7 +417,7 @@ def _damaged(path: str, found: str) -> InputError:
 def _reading(path: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(path)
-    except Exception as error:  # torch, pickle and safetensors each raise their own
+    except (Exception, CheckpointException) as error:  # torch, pickle and safetensors each raise their own
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
 
 
@@ -345,64 +438,3 @@ def _rank() -> int:
 
 def _optimizer_file(rank: int) -> str:
     return f"optimizer_{rank:05d}.pt"
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The model's tensors, each in memory of its own (DDP keeps them in one buffer)."""
-    return {
-        name: value.detach().clone().contiguous()
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and not name.endswith("_extra_state")
-    }
-
-
-def _shards_of(optimizer: Any) -> list[Any]:
-    """The parts of Megatron's distributed optimizer; empty for an optimizer that every rank holds whole."""
-    parts = getattr(optimizer, "chained_optimizers", [])
-    return [part for part in parts if hasattr(part, "shard_fp32_groups")]
-
-
-def _shard_state(part: Any) -> dict[str, Any]:
-    """This rank's shard: torch's state, and the fp32 parameters that it steps."""
-    return {"inner": part.optimizer.state_dict(), "parameters": [p.detach().clone() for p in _stepped(part)]}
-
-
-def _stepped(part: Any) -> list[Tensor]:
-    return [p for group in part.optimizer.param_groups for p in group["params"]]
-
-
-def _load_optimizer(part: Any, saved: dict[str, Any], *, sharded: bool) -> None:
-    groups = part.optimizer.param_groups if hasattr(part, "optimizer") else part.inner.param_groups
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "step")} for group in groups
-    ]
-    if sharded:
-        part.optimizer.load_state_dict(saved["inner"])
-        with torch.no_grad():
-            for parameter, value in zip(_stepped(part), saved["parameters"], strict=True):
-                parameter.copy_(value)
-    else:
-        part.load_state_dict(saved)
-    groups = part.optimizer.param_groups if hasattr(part, "optimizer") else part.inner.param_groups
-    for group, setting in zip(groups, settings, strict=True):
-        group.update(setting)
-
-
-def _random_state() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
-    version, numbers, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": [version, list(numbers), gauss],
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))

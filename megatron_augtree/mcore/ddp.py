@@ -9,7 +9,7 @@ and the reductions of all buckets are started together, behind the last backward
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,20 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager:
     """Backwards inside do not count for Megatron's overlapped reduction."""
     ddp = inner_module(model, DistributedDataParallel)
     return ddp.no_sync() if ddp is not None else nullcontext()
+
+
+@contextmanager
+def changing_modules(model: torch.nn.Module) -> Iterator[None]:
+    """Modules may be put into the model and taken out: DDP's overlapped gather has a hook for each of them."""
+    ddp = inner_module(model, DistributedDataParallel)
+    hooked = ddp is not None and bool(ddp.remove_forward_pre_hook_handles)
+    if hooked:
+        ddp.disable_forward_pre_hook(param_sync=False)
+    try:
+        yield
+    finally:
+        if hooked:
+            ddp.enable_forward_pre_hook()
 
 
 def gather_parameters(model: torch.nn.Module) -> None:

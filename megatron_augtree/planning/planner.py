@@ -17,7 +17,7 @@ from megatron_augtree.planning.candidates import Choice, build
 from megatron_augtree.planning.cluster import GIB, Cluster, preset
 from megatron_augtree.planning.cost import NS, PassLoads, Prices
 from megatron_augtree.planning.model import ModelShape
-from megatron_augtree.planning.plan import Plan, with_note
+from megatron_augtree.planning.plan import Event, Plan, with_note
 from megatron_augtree.planning.tree import ForestShape
 
 #: Baselines that are candidates too: those whose forest the planner has.
@@ -96,6 +96,22 @@ def make_plan(
     return plan
 
 
+def reordered(plan: Plan, events: Sequence[Event], model: ModelShape, config: AugTreeConfig) -> Plan | None:
+    """The plan with its events in another order, or None where that does not fit in memory."""
+    cluster = preset(config.cluster)
+    made = replace(plan, events=tuple(events), _programs=plan._programs)
+    peak = price(made, Prices(model, cluster)).peak_bytes
+    return replace(made, peak_bytes=peak) if peak <= _budget(config, cluster) else None
+
+
+def _budget(config: AugTreeConfig, cluster: Cluster) -> int:
+    """Bytes that a rank's predicted peak may have."""
+    if not config.memory_budget_gib:
+        return cluster.memory_bytes
+    # No budget of a fraction of a byte is "no limit", and none of a float's size overflows.
+    return max(1, int(min(config.memory_budget_gib, float(GIB)) * GIB))
+
+
 def pairs_per_row(model: ModelShape, cluster: Cluster) -> int:
     """What a row's linear and element-wise layers cost, in attention pairs of this machine."""
     row_ns = model.linear_flops * NS // cluster.gemm_flops + 2 * model.saved_bytes * NS // cluster.row_bytes_s
@@ -107,10 +123,7 @@ class _Search:
     def __init__(self, shape: ForestShape, prices: Prices, world: int, config: AugTreeConfig) -> None:
         self.shape, self.prices, self.world, self.config = shape, prices, world, config
         self.forced = config.forced()
-        self.budget = prices.cluster.memory_bytes
-        if config.memory_budget_gib:
-            # No budget of a fraction of a byte is "no limit", and none of a float's size overflows.
-            self.budget = max(1, int(min(config.memory_budget_gib, float(GIB)) * GIB))
+        self.budget = _budget(config, prices.cluster)
         self.unit = pairs_per_row(prices.model, prices.cluster)
         self.best: Priced | None = None
         self.leanest: Priced | None = None

@@ -95,8 +95,8 @@ def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> Non
 
 
 def plot_curve(values: Sequence[float], path: str, *, title: str, levels: Mapping[str, float] | None = None,
-               window: int = 10) -> None:
-    """Draws a value a step, its moving average, and labelled levels.
+               window: int = 10, over: Mapping[str, Sequence[float]] | None = None) -> None:
+    """Draws a value a step, its moving average, labelled levels, and other runs' values over it.
 
     Args:
         values: one value a step.
@@ -104,6 +104,7 @@ def plot_curve(values: Sequence[float], path: str, *, title: str, levels: Mappin
         title: above the picture.
         levels: label -> height of a dashed line.
         window: steps of the moving average.
+        over: label -> values of another run, dotted, a value a step.
     """
     figure = _figure(8.0, 4.5)
     axes = figure.subplots()
@@ -111,6 +112,9 @@ def plot_curve(values: Sequence[float], path: str, *, title: str, levels: Mappin
     axes.plot(steps, values, color="#b8c4d0", linewidth=1, label="step")
     means = [sum(values[max(0, i - window):i]) / min(i, window) for i in steps]
     axes.plot(steps, means, color=_SPINE, linewidth=2, label=f"mean of the last {window} steps")
+    for label, others in (over or {}).items():
+        axes.plot(range(1, len(others) + 1), others, color=_COLOURS["replay"], linestyle=":", linewidth=1.6,
+                  label=label)
     for label, height in (levels or {}).items():
         axes.axhline(height, color=_LEAF, linestyle="--", linewidth=1.2, label=label)
     axes.set_xlabel("step")

@@ -70,6 +70,12 @@ def drawing(monkeypatch):
         f"{AUGTREE} --use-distributed-optimizer --dtype bfloat16",
         "--shuffle",
         "--context-parallel-mode ring-reuse-per-response --objective grpo --weight-decay 0.1 --clip-grad 0.5",
+        f"{AUGTREE} --shuffle --ckpt-format torch_dist",
+        f"{AUGTREE} --dtype float64 --optimizer sgd --sgd-momentum 0.9 --ckpt-format torch_dist",
+        f"{AUGTREE} --dtype float64 --swiglu --ckpt-format torch_dist",
+        f"{AUGTREE} --dtype bfloat16 --ckpt-format torch_dist",
+        f"{AUGTREE} --use-distributed-optimizer --dtype bfloat16 --ckpt-format torch_dist",
+        "--shuffle --use-distributed-optimizer --ckpt-format torch_dist",
     ],
 )
 def test_two_and_two_steps_are_four(data, tmp_path, drawing, flags):

@@ -1,0 +1,149 @@
+"""Runs the model for the API: over the rows of a pass, or over one whole sample where nothing is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_augtree.attention.merge import accumulation_dtype
+from megatron_augtree.config import AugTreeError
+from megatron_augtree.mcore.api_batch import Sample
+from megatron_augtree.mcore.api_outputs import Columns
+from megatron_augtree.mcore.api_step import StepPlan
+from megatron_augtree.mcore.heads import Head, Rows
+from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.runtime.engine import Engine
+from megatron_augtree.runtime.layout import LocalRows
+from megatron_augtree.runtime.tree_attention import PassContext
+
+_EVERY_LAYER = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One head on one plan's model.
+
+    Attributes:
+        step: the plan.
+        head: what is kept of logits.
+        columns: how its values lie in a tensor, the same on every rank.
+    """
+
+    step: StepPlan
+    head: Head
+    columns: Columns
+
+    @property
+    def like(self) -> Tensor:
+        """[0, k] tensor of the values' type, device and width."""
+        return torch.empty((0, self.columns.width), dtype=self.columns.dtype, device=self.step.handle.device)
+
+    def engine(self) -> Engine:
+        """Plays the plan with this head; compiled programs are kept with the plan."""
+        step = self.step
+        if "engine" not in step.engines:
+            keep = step.handle.config.keep_attention
+            step.engines["engine"] = Engine(
+                step.plan,
+                step.forest,
+                self.run,
+                step.transport,
+                step.handle.kernel,
+                step.handle.device,
+                keep_attention=_EVERY_LAYER if keep < 0 else keep,
+            )
+        engine = step.engines["engine"]
+        engine.model = self.run
+        return engine
+
+    def run(self, local: LocalRows, context: PassContext) -> Tensor:
+        """[n, k] values of the scored rows of a pass."""
+        targets = torch.empty_like(local.positions)
+        targets[local.scored] = local.targets
+        heat: Tensor | float = self.step.heat
+        if isinstance(heat, np.ndarray):
+            heat = torch.as_tensor(heat[local.rows], device=local.positions.device)
+
+        def score(logits: Tensor, rows: Tensor) -> Tensor:
+            warm = heat[rows] if isinstance(heat, Tensor) else heat
+            return self.columns.pack(self.head(logits, Rows(rows, targets[rows], warm, local.pass_id)))
+
+        packed = AugTreePackedSeqParams(
+            positions=local.positions,
+            context=context,
+            scored=local.scored,
+            score=score,
+            last_position=local.last_position,
+        )
+        output = self.step.handle.model(local.inputs.unsqueeze(0), None, None, packed_seq_params=packed)
+        return output.squeeze(0)
+
+    def stock(self, number: int) -> Tensor:
+        """[C, k] values of an own sample's computed rows, by the stock model."""
+        handle, sample = self.step.handle, self.step.samples[number]
+        config = handle.transformer_config
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        ids = torch.as_tensor(sample.tokens[:-1], device=handle.device)
+        ids = torch.nn.functional.pad(ids, (0, -len(ids) % parts)).unsqueeze(0)
+        logits = handle.model(ids, torch.arange(ids.shape[1], device=handle.device).unsqueeze(0), None)
+        return self.columns.pack(self.head(*self._of_sample(logits[0], sample, number)))
+
+    def idle(self) -> Tensor:
+        """[0, k] values of no row, connected to the stock model's parameters."""
+        handle = self.step.handle
+        config = handle.transformer_config
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        ids = torch.zeros((1, parts), dtype=torch.int64, device=handle.device)
+        logits = handle.model(ids, torch.zeros_like(ids), None)
+        none = ids.new_empty(0)
+        return self.columns.pack(self.head(logits[0, :0], Rows(none, none, 1.0)))
+
+    def _of_sample(self, logits: Tensor, sample: Sample, number: int) -> tuple[Tensor, Rows]:
+        row = torch.as_tensor(np.flatnonzero(sample.computed), device=logits.device)
+        targets = torch.as_tensor(sample.tokens, device=logits.device)[row + 1]
+        return logits.index_select(0, row), Rows(row, targets, sample.temperature, sample=number, row=row)
+
+
+def model_call(step: StepPlan, head: Head) -> ModelCall:
+    """Binds a head; asks it, without a row, what it will return.
+
+    Raises:
+        AugTreeError: something else than tensors with one entry a row.
+    """
+    handle = step.handle
+    model = handle.language_model
+    weight = getattr(model.output_layer, "weight", None)
+    weight = model.shared_embedding_or_output_weight() if weight is None else weight
+    dtype = handle.transformer_config.params_dtype
+    logits = torch.empty((0, weight.shape[0]), dtype=dtype, device=handle.device)
+    none = torch.empty(0, dtype=torch.int64, device=handle.device)
+    with torch.no_grad():
+        values: Any = head(logits, Rows(none, none, 1.0))
+    good = (
+        isinstance(values, dict)
+        and values
+        and all(isinstance(v, Tensor) and v.dim() and not len(v) for v in values.values())
+    )
+    if not good:
+        raise AugTreeError(
+            "a head returns something else than values of rows",
+            values=_said(values),
+            rule="head(logits [n, V], rows) -> {name: [n, ...]}, also for n = 0",
+            remedy="return a dictionary of tensors with one entry a row",
+        )
+    return ModelCall(step, head, Columns.of(values, accumulation_dtype(dtype)))
+
+
+def _said(values: Any) -> str:
+    if not isinstance(values, dict):
+        return type(values).__name__
+    return (
+        ", ".join(
+            f"{k}: {list(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for k, v in values.items()
+        )
+        or "an empty dictionary"
+    )
