@@ -16,6 +16,7 @@ from megatron_augtree.mcore.api_outputs import Columns
 from megatron_augtree.mcore.api_step import StepPlan
 from megatron_augtree.mcore.heads import Head, Rows
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.runtime.buffers import to_device
 from megatron_augtree.runtime.engine import Engine
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.tree_attention import PassContext
@@ -87,7 +88,7 @@ class ModelCall:
         handle, sample = self.step.handle, self.step.samples[number]
         config = handle.transformer_config
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        ids = torch.as_tensor(sample.tokens[:-1], device=handle.device)
+        ids = to_device(sample.tokens[:-1], handle.device)
         ids = torch.nn.functional.pad(ids, (0, -len(ids) % parts)).unsqueeze(0)
         logits = handle.model(ids, torch.arange(ids.shape[1], device=handle.device).unsqueeze(0), None)
         return self.columns.pack(self.head(*self._of_sample(logits[0], sample, number)))
@@ -103,8 +104,8 @@ class ModelCall:
         return self.columns.pack(self.head(logits[0, :0], Rows(none, none, 1.0)))
 
     def _of_sample(self, logits: Tensor, sample: Sample, number: int) -> tuple[Tensor, Rows]:
-        row = torch.as_tensor(np.flatnonzero(sample.computed), device=logits.device)
-        targets = torch.as_tensor(sample.tokens, device=logits.device)[row + 1]
+        row = to_device(np.flatnonzero(sample.computed), logits.device)
+        targets = to_device(sample.tokens, logits.device)[row + 1]
         return logits.index_select(0, row), Rows(row, targets, sample.temperature, sample=number, row=row)
 
 

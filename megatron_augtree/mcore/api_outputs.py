@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.mcore.api_batch import Sample
+from megatron_augtree.runtime.buffers import to_device
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Outputs:
             raise ValueError(f"a sample has {max(self.lengths)} tokens, more than size = {size}")
         values, cuts = self.values[name], self.offsets.tolist()
         where = [place(i, self.rows[a:b].numpy()) for i, (a, b) in enumerate(zip(cuts, cuts[1:]))]
-        index = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *where]), device=values.device)
+        index = to_device(np.concatenate([np.zeros(0, np.int64), *where]), values.device)
         return values.new_zeros((total, *values.shape[1:])).index_copy(0, index, values)
 
 
@@ -170,7 +171,7 @@ def make_outputs(
     places = np.concatenate([np.zeros(0, np.int64), *[o + s.kept for o, s in zip(offsets, chosen)]])
     anchor = computed[:0].sum()
     if len(places) != int(offsets[-1]):
-        where = torch.as_tensor(places, device=computed.device)
+        where = to_device(places, computed.device)
         computed = computed.new_zeros((int(offsets[-1]), computed.shape[1])).index_copy(0, where, computed)
     rows = np.concatenate([np.zeros(0, np.int64), *[s.rows for s in chosen]])
     return Outputs(

@@ -52,6 +52,8 @@ def plan(
 ) -> StepPlan:
     """Trees and a plan for some samples. Collective over the scope's ranks; on the CPU.
 
+    A handle's first plan also compares the weights of all ranks of the pool.
+
     Args:
         handle: the model.
         batch: this rank's samples; `Batch.empty()` where it has none.

@@ -45,7 +45,7 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager:
 
 @contextmanager
 def changing_modules(model: torch.nn.Module) -> Iterator[None]:
-    """Modules may be put into the model and taken out: DDP's overlapped gather has a hook for each of them."""
+    """Modules may be put into the model and taken out: DDP's overlapped gather has a hook for each."""
     ddp = inner_module(model, DistributedDataParallel)
     hooked = ddp is not None and bool(ddp.remove_forward_pre_hook_handles)
     if hooked:

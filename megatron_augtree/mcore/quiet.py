@@ -11,6 +11,8 @@ for _message in (
     r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to",
     r"full scope is deprecated\. Use empty cuda_graph_(scope|modules)",  # its own default
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # its optimizers
+    r"Please use DTensor instead and we are deprecating ShardedTensor",  # its checkpoints
+    r"`load_state_dict` is deprecated and will be removed in future versions\. Please use `load`",
     r"When using sequence parallelism it is recommended to set the environment variable CUDA_",
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 ):

@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +119,7 @@ class Trainer:
         self.optimizer.step()
         found = {"loss": torch.tensor(metrics["loss"], dtype=torch.float64)}
         for name, parameter in self.model.named_parameters():
-            found[f"grad/{name}"] = gather_whole(grads[name], parameter).clone()
+            found[f"grad/{name}"] = grads[name]
             found[f"param/{name}"] = gather_whole(parameter, parameter).clone()
         return found
 
@@ -225,8 +226,16 @@ def launcher(data: str, root: Path, site: Site) -> dict[str, object]:
 
 
 def main() -> None:
-    """What each of the real ranks runs."""
-    data, root, result = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    """What each of the real ranks runs; a rank that fails says why in a file."""
+    try:
+        run_cases(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    except Exception:
+        Path(f"{sys.argv[3]}.{dist.get_rank()}").write_text(traceback.format_exc())
+        raise
+
+
+def run_cases(data: str, root: Path, result: Path) -> None:
+    """All cases of this world; rank 0 writes what all ranks found."""
     found: dict[str, dict] = {}
     for site in (site for site in SITES.values() if site.world == int(os.environ["WORLD_SIZE"])):
         enter(site)
@@ -236,7 +245,7 @@ def main() -> None:
                 found[site.name][f"{kind} from {source}"] = load_from(site, SITES[source], kind, root)
     everyone = launcher_cases.everyones(found)
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(everyone))
+        result.write_text(json.dumps(everyone))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file
 
-from megatron_augtree.config import InputError
+from megatron_augtree.config import InputError, UnsupportedError
 from megatron_augtree.mcore import build, checkpoint, launch
 from megatron_augtree.runtime.transport import LocalTransport
 from tests.mcore import launcher_cases as cases
@@ -224,9 +226,18 @@ def test_a_shard_belongs_to_a_rank(data, tmp_path):
     assert "1 ranks there, 2 here" in refused.value.values
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "random.pt", "checkpoint.json", ""])
-def test_a_damaged_checkpoint_is_refused(data, tmp_path, name):
-    cases.train(data, f"{GRPO} --train-iters 1 --save {tmp_path} {AUGTREE}")
+DIST = "--ckpt-format torch_dist"
+
+
+@pytest.mark.parametrize(
+    "name, ckpt_format",
+    [
+        *((name, "") for name in ("model.safetensors", "optimizer.pt", "random.pt", "checkpoint.json", "")),
+        *((name, DIST) for name in (".metadata", "__0_0.distcp", "metadata.json")),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(data, tmp_path, name, ckpt_format):
+    cases.train(data, f"{GRPO} --train-iters 1 --save {tmp_path} {AUGTREE} {ckpt_format}")
     victim = tmp_path / ("iter_0000001/" + name if name else checkpoint.TRACKER)
     victim.write_bytes(victim.read_bytes()[:-9])
     with pytest.raises(InputError, match="cannot be read") as refused:
@@ -240,6 +251,57 @@ def test_a_folder_that_cannot_be_written(data, tmp_path, capfd):
     trainer.training.args.save = str(tmp_path / "file" / "folder")
     message = refused_save(trainer, capfd)
     assert "cannot be written" in message and "--save " in message and message.count("remedy: ") == 1
+
+
+@pytest.mark.parametrize("other", ["--ffn-hidden-size 128", "--num-layers 3"])
+def test_tensors_are_compared_with_the_models(data, tmp_path, other):
+    """A foreign torch_dist folder with this run's manifest: names and shapes are looked at."""
+    flags = f"--global-batch-size 2 --train-iters 1 {AUGTREE} {DIST}"
+    cases.train(data, f"{flags} --save {tmp_path}")
+    manifest = tmp_path / "iter_0000001" / "checkpoint.json"
+    text = json.loads(manifest.read_text())
+    flag, value = other.split()
+    text["made"]["model"][flag] = int(value)
+    manifest.write_text(json.dumps(text))
+    with pytest.raises(SystemExit):
+        cases.train(data, f"{flags} --load {tmp_path} {other}")
+
+
+def test_slices_need_megatrons_format(data, saved, tmp_path):
+    flags = f"{GRPO} --train-iters 2 {AUGTREE} --tensor-model-parallel-size 2"
+    with pytest.raises(UnsupportedError, match="use --ckpt-format torch_dist"):
+        cases.prepared(data, f"{flags} --save {tmp_path}", world=2)
+    with pytest.raises(UnsupportedError, match="holds whole weights"):
+        cases.prepared(data, f"{flags} --load {saved}", world=2)
+    cases.prepared(data, f"{flags} --save {tmp_path} {DIST}", world=2)
+
+
+def test_weights_of_others_are_for_finetuning(data, saved, tmp_path):
+    ours = checkpoint.latest(str(saved))
+    folder = checkpoint.save_weights(
+        str(tmp_path), ours.made, load_file(os.path.join(ours.folder, checkpoint.MODEL_FILE)))
+    assert sorted(os.listdir(folder)) == ["checkpoint.json", "model.safetensors"]
+    flags = f"{GRPO} --train-iters 2 {AUGTREE}"
+    with pytest.raises(InputError, match="--finetune"):
+        cases.prepared(data, f"{flags} --load {tmp_path}")
+    trainers = [cases.example.Trainer(cases.prepared(data, f"{flags} --load {path} --finetune"))
+                for path in (tmp_path, saved)]
+    assert not cases.differing(*map(cases.state_of, trainers)) and trainers[0].progress.iteration == 0
+
+
+def test_megatrons_format_on_a_full_disk(data, tmp_path, capfd):
+    flags = f"--global-batch-size 2 {AUGTREE} --save {tmp_path} {DIST}"
+    _, trainer = cases.train(data, f"{flags} --train-iters 1")
+    trainer.progress = replace(trainer.progress, iteration=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (48 << 10, before[1]))
+    try:
+        message = refused_save(trainer, capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written" in message and "remedy: correct the path, or free some space" in message
+    assert checkpoint.latest(str(tmp_path)).progress.iteration == 1
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", checkpoint.TRACKER]
 
 
 @pytest.mark.parametrize("room", [1 << 10, 48 << 10])

