@@ -35,7 +35,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("--per-split-data-args-path", "", (None,), _GROUPS, "use --train-data-path and --valid-data-path"),
     Limit("--sft", "", _OFF, _GROUPS, _LEAVE),
     Limit("--fim-data", "", _OFF, _GROUPS, _LEAVE),
-    Limit("--perform-rl-step", "", _OFF, _GROUPS, "write groups to a file, or call mcore/api.py"),
+    Limit("--perform-rl-step", "", _OFF, _GROUPS, "write groups to a file, or call mcore/api/__init__.py"),
     Limit("--full-validation", "", _OFF, "evaluation takes --eval-iters steps", _LEAVE),
     Limit("--multiple-validation-sets", "", _OFF, "evaluation takes --eval-iters steps", _LEAVE),
     Limit("--hybrid-context-parallel", "", _OFF, "the plan decides which ranks work together", _LEAVE),

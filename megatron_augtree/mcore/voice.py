@@ -44,7 +44,10 @@ def _store() -> dist.Store | None:
     if env_world() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*server, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    try:
+        store = dist.TCPStore(*server, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    except dist.DistError:
+        return None  # what is to be said matters more
     return dist.PrefixStore(f"augtree/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_augtree.config import InputError, UnsupportedError
 from megatron_augtree.data.groups import Group, Response
-from megatron_augtree.mcore.api_batch import (
+from megatron_augtree.mcore.api.batch import (
     Batch,
     check_batch,
     decode,
@@ -16,7 +16,7 @@ from megatron_augtree.mcore.api_batch import (
     group_numbers,
     sequences_of,
 )
-from megatron_augtree.mcore.api_outputs import Columns, make_outputs
+from megatron_augtree.mcore.api.outputs import Columns, make_outputs
 from megatron_augtree.planning.tree import from_sequences
 
 TOKENS = [[5, 6, 7, 8, 9], [5, 6, 7, 1], [3], [2, 4]]

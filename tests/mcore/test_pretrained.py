@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.smollm2 import logprobs
 from examples.smollm2.convert import convert
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError, UnsupportedError
 from megatron_augtree.data.groups import Group
@@ -171,6 +172,14 @@ def test_shared_prompt(model, group, expected, world, mode):
     assert distance(schedule.last.values[:, 0], expected) < 1e-10
 
 
+def test_table_of_the_example(smollm2, group, expected):
+    found = list(logprobs.lines([group], expected, smollm2.tokenizer))
+    assert len(found) == 4 and found[0] == f"g: {len(group.prompt)} prompt tokens"
+    count = len(group.responses[0].tokens)
+    assert f"log-prob {float(expected[:count].sum()):9.3f}" in found[1]
+    assert all(line.endswith(f"{text!r}") for line, text in zip(found[1:], RESPONSES, strict=True))
+
+
 def test_english_is_likelier_than_its_words(model, smollm2):
     words = SENTENCE.rstrip(".").split()
     random.Random(0).shuffle(words)
@@ -267,15 +276,15 @@ def test_converted_weights_are_trained_on(tmp_path, model, dtype):
     found = pretrained.load_gguf(write_gguf(tmp_path / "m.gguf"), dtype=dtype)
     folder = convert(found, str(tmp_path / "out"))
     data = launcher_cases.write_data(tmp_path)
-    words = [*found.flags, "--dtype", dtype, "--data-path", str(data), "--fold-token-ids", "--num-workers", "0",
-             "--train-iters", "1", "--context-parallel-mode", "augtree", "--augtree-min-shared-rows", "4",
+    words = [*found.flags, "--dtype", dtype, "--data-path", str(data), "--fold-token-ids",
+             "--num-workers", "0", "--train-iters", "1", "--context-parallel-mode", "augtree", "--augtree-min-shared-rows", "4",
              "--load", str(tmp_path / "out"), "--finetune"]
     example = launcher_cases.example
     ready = example.prepare(example.parser().parse_args(words), 1)
     loaded = dict(example.Trainer(ready).ddp.module.named_parameters())
     assert loaded.keys() == found.weights.keys()
-    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in found.weights.items())
-    assert next(iter(loaded.values())).dtype is getattr(torch, dtype)
+    assert all(torch.equal(loaded[name], value.to(getattr(torch, dtype)))
+               for name, value in found.weights.items())
     (record,), _ = example.train(ready)
     assert record.loss > 0
     fresh = build.build_model(found.args, augtree=False, seed=5)

@@ -70,7 +70,8 @@ def speak(monkeypatch, capfd):
         voice.say(text, patience_s=0.2)
         return capfd.readouterr().err
 
-    return say
+    yield say
+    del store  # its server lives as long as it does
 
 
 def test_the_same_message_is_printed_once(speak):

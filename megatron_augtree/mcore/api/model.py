@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_augtree.attention.merge import accumulation_dtype
 from megatron_augtree.config import AugTreeError
-from megatron_augtree.mcore.api_batch import Sample
-from megatron_augtree.mcore.api_outputs import Columns
-from megatron_augtree.mcore.api_step import StepPlan
-from megatron_augtree.mcore.heads import Head, Rows
+from megatron_augtree.mcore.api.batch import Sample
+from megatron_augtree.mcore.api.heads import Head, Rows
+from megatron_augtree.mcore.api.outputs import Columns
+from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.runtime.buffers import to_device
 from megatron_augtree.runtime.engine import Engine

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import AugTreeError, InputError
-from megatron_augtree.mcore.api_batch import Batch, check_batch, encode
-from megatron_augtree.mcore.api_handle import Handle
-from megatron_augtree.mcore.api_losses import Losses, check_groups
-from megatron_augtree.mcore.api_model import ModelCall, model_call
-from megatron_augtree.mcore.api_outputs import LossFn, Outputs, StepOutput, make_outputs
-from megatron_augtree.mcore.api_plan import fingerprint
-from megatron_augtree.mcore.api_step import StepPlan
+from megatron_augtree.mcore.api.batch import Batch, check_batch, encode
+from megatron_augtree.mcore.api.handle import Handle
+from megatron_augtree.mcore.api.heads import Head, choose_head
+from megatron_augtree.mcore.api.losses import Losses, check_groups
+from megatron_augtree.mcore.api.model import ModelCall, model_call
+from megatron_augtree.mcore.api.outputs import LossFn, Outputs, StepOutput, make_outputs
+from megatron_augtree.mcore.api.planning import fingerprint
+from megatron_augtree.mcore.api.shadow import Shadow, play_stock
+from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.ddp import finalize_gradients, gather_parameters, no_sync
-from megatron_augtree.mcore.heads import Head, choose_head
-from megatron_augtree.mcore.shadow import Shadow, play_stock
 from megatron_augtree.runtime.routing import Reading, RoutedRun
 from megatron_augtree.runtime.transport import Transport
 

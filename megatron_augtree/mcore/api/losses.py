@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import AugTreeError, InputError
-from megatron_augtree.mcore.api_outputs import Columns, LossFn, make_outputs
-from megatron_augtree.mcore.api_step import StepPlan
+from megatron_augtree.mcore.api.outputs import Columns, LossFn, make_outputs
+from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.runtime.engine import reduce_metric
 
 

@@ -20,7 +20,7 @@ import torch
 
 from megatron_augtree.config import AugTreeError, InfeasiblePlanError, InputError
 from megatron_augtree.mcore.agreement import everyones
-from megatron_augtree.mcore.api_batch import (
+from megatron_augtree.mcore.api.batch import (
     Batch,
     Sample,
     check_batch,
@@ -29,8 +29,8 @@ from megatron_augtree.mcore.api_batch import (
     group_numbers,
     sequences_of,
 )
-from megatron_augtree.mcore.api_handle import Handle
-from megatron_augtree.mcore.api_step import StepPlan
+from megatron_augtree.mcore.api.handle import Handle
+from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.sampler import choose_plan
 from megatron_augtree.planning.cluster import GIB
 from megatron_augtree.planning.placement import count

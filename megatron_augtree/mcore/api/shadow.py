@@ -15,9 +15,9 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_augtree.config import UnsupportedError
-from megatron_augtree.mcore.api_handle import Handle
-from megatron_augtree.mcore.api_losses import Losses
-from megatron_augtree.mcore.api_model import ModelCall
+from megatron_augtree.mcore.api.handle import Handle
+from megatron_augtree.mcore.api.losses import Losses
+from megatron_augtree.mcore.api.model import ModelCall
 from megatron_augtree.mcore.ddp import inner_module
 from megatron_augtree.mcore.shards import tensor_parallel_group
 from megatron_augtree.runtime.transport import Transport

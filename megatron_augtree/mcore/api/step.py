@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import InputError
-from megatron_augtree.mcore.api_batch import Sample
-from megatron_augtree.mcore.api_handle import Handle
+from megatron_augtree.mcore.api.batch import Sample
+from megatron_augtree.mcore.api.handle import Handle
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.tree import Forest
 from megatron_augtree.runtime.engine import Engine

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import UnsupportedError
-from megatron_augtree.mcore.api_handle import Handle
-from megatron_augtree.mcore.api_model import ModelCall, model_call
-from megatron_augtree.mcore.api_outputs import Outputs, make_outputs
-from megatron_augtree.mcore.api_step import StepPlan
-from megatron_augtree.mcore.heads import Head, choose_head
+from megatron_augtree.mcore.api.handle import Handle
+from megatron_augtree.mcore.api.heads import Head, choose_head
+from megatron_augtree.mcore.api.model import ModelCall, model_call
+from megatron_augtree.mcore.api.outputs import Outputs, make_outputs
+from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.runtime.engine import PassContext
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.routing import Courier, Exchange, pass_windows, rows_of_rank

@@ -6,14 +6,21 @@ out = forward_backward(handle, batch, step, loss_fn, normalizer=tokens_of_the_po
 for mb in microbatches(step): forward(handle, mb)         # tier 1, inside a forward_step of one's own
 """
 
-from megatron_augtree.mcore.api_batch import Batch
-from megatron_augtree.mcore.api_handle import Handle, prepare_model
-from megatron_augtree.mcore.api_micro import MicroBatch, forward, microbatches, num_microbatches
-from megatron_augtree.mcore.api_outputs import LossFn, Outputs, StepOutput
-from megatron_augtree.mcore.api_plan import plan
-from megatron_augtree.mcore.api_play import forward_backward, forward_logprobs
-from megatron_augtree.mcore.api_step import StepPlan
-from megatron_augtree.mcore.heads import Head, Rows, built_in_head, logprobs_of_head, topk_head, value_head
+from megatron_augtree.mcore.api.batch import Batch
+from megatron_augtree.mcore.api.handle import Handle, prepare_model
+from megatron_augtree.mcore.api.heads import (
+    Head,
+    Rows,
+    built_in_head,
+    logprobs_of_head,
+    topk_head,
+    value_head,
+)
+from megatron_augtree.mcore.api.micro import MicroBatch, forward, microbatches, num_microbatches
+from megatron_augtree.mcore.api.outputs import LossFn, Outputs, StepOutput
+from megatron_augtree.mcore.api.planning import plan
+from megatron_augtree.mcore.api.play import forward_backward, forward_logprobs
+from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.planning.shared_cost import SharedCost, shared_cost
 
 __all__ = [

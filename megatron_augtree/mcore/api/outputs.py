@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_augtree.mcore.api_batch import Sample
+from megatron_augtree.mcore.api.batch import Sample
 from megatron_augtree.runtime.buffers import to_device
 
 
