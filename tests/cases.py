@@ -18,16 +18,16 @@ _MERGE = "numerics/test_merge.py"
 _MUTATIONS = "numerics/test_mutations.py"
 _PROCESSES = "distributed/test_processes.py"
 _WORKER = "distributed/worker.py"
+_API_WORKER = "distributed/api_worker.py"
+_MATRIX = "distributed/test_matrix.py"
+_PARALLEL = "distributed/parallel_worker.py"
+_RECOMPUTE = "numerics/test_recompute.py"
 
 #: Cases that this version refuses or does not reach, and why; refusals name their test.
 LATER: dict[int, str] = {
-    3: "activation recompute: refused",
-    39: "tensor parallelism: refused",
     45: "mixture of experts: refused",
     46: "replayed routes: experts are refused; salts keep rows apart",
     47: "multi-token prediction: refused",
-    48: "clipping under tensor parallelism: refused",
-    51: "recompute beside an idle lane: refused",
 }
 
 #: case -> (what is right, [file::test]).
@@ -37,7 +37,9 @@ CASES: dict[int, tuple[str, list[str]]] = {
     2: ("branches' gradients add; lanes change nothing",
         [f"{_UPDATES}::test_case_2_gradients_of_branches_add_and_lanes_change_nothing",
          f"{_LOSSES}::test_case_2_gradients_of_branches_add_at_a_shared_row"]),
-    3: ("recompute", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
+    3: ("recompute in chunks of one and two layers; only layer 0's keys and values trained",
+        [f"{_MATRIX}::test_parity",
+         f"{_RECOMPUTE}::test_the_same_bits_and_no_attention_twice_where_it_is_kept"]),
     4: ("duplicates count twice, the empty response adds nothing",
         [f"{_UPDATES}::test_case_4_duplicates_nested_and_empty",
          f"{_LOSSES}::test_case_4_duplicates_count_twice_and_the_empty_response_adds_nothing"]),
@@ -56,8 +58,8 @@ CASES: dict[int, tuple[str, list[str]]] = {
          f"{_LAYOUTS}::test_case_9_shards_of_different_scales_land_on_their_owners"]),
     10: ("merging where one or both sides saw nothing", [
         f"{_MERGE}::test_every_order_and_grouping", f"{_MERGE}::test_backward_in_every_order_and_grouping"]),
-    11: ("distributed optimizer on and off, steps of unequal numbers of groups; overlap comes later",
-         [f"{_WORKER}::steps", f"{_WORKER}::adam"]),
+    11: ("overlap and distributed optimizer on and off, steps of unequal numbers of groups, idle ranks",
+         [f"{_WORKER}::steps", f"{_WORKER}::adam", f"{_PARALLEL}::overlap"]),
     13: ("one valid token; uneven counts", [
         f"{_UPDATES}::test_case_13_one_valid_token_on_any_number_of_ranks",
         f"{_UPDATES}::test_case_13_18_19_weights_by_hand_over_layouts",
@@ -77,7 +79,7 @@ CASES: dict[int, tuple[str, list[str]]] = {
         f"{_UPDATES}::test_case_13_18_19_weights_by_hand_over_layouts",
         f"{_LOSSES}::test_case_19_any_partition_into_calls_gives_the_same_loss_gradients_and_metrics"]),
     20: ("targets under zigzag", [f"{_LAYOUTS}::test_case_20_targets_are_the_sequences_own_next_tokens"]),
-    21: ("replicas with unequal numbers of groups, and none", [f"{_WORKER}::steps"]),
+    21: ("replicas with unequal numbers of groups, and none", [f"{_WORKER}::steps", f"{_API_WORKER}::tier2"]),
     23: ("whitening over all ranks", [f"{_ADVANTAGES}::test_case_23_whitening_over_all_ranks"]),
     24: ("every residue of lengths, twice", [f"{_UPDATES}::test_case_24_every_residue_of_lengths_twice"]),
     25: ("tiny batches", [f"{_UPDATES}::test_case_16_25_ranks_without_a_scored_row_and_tiny_batches"]),
@@ -99,7 +101,8 @@ CASES: dict[int, tuple[str, list[str]]] = {
     37: ("clipping, dual clip, temperature", [
         f"{_LOSSES}::test_case_37_clip_by_hand",
         f"{_UPDATES}::test_case_15_37_metrics_entropy_kl_and_temperature"]),
-    39: ("tensor parallelism", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
+    39: ("entropy and targets in every slice of the vocabulary: TP 1's gradients",
+         [f"{_PARALLEL}::entropy", f"{_PARALLEL}::vocabulary"]),
     40: ("a trainable replicated layer before the split: the embedding, on all ranks",
          [f"{_LAYOUTS}::test_case_8_40_42_43_models", f"{_WORKER}::parity"]),
     42: ("attention options: as the oracle, or refused", [
@@ -113,8 +116,8 @@ CASES: dict[int, tuple[str, list[str]]] = {
     45: ("experts", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
     46: ("routes", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
     47: ("multi-token prediction", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
-    48: ("tensor parallelism", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
-    51: ("recompute", [f"{_ARGUMENTS}::test_arguments_are_refused"]),
+    48: ("the clipping norm under TP 2 is TP 1's", [f"{_PARALLEL}::clip_norm", f"{_MATRIX}::test_parity"]),
+    51: ("recompute beside idle ranks: messages match", [f"{_MATRIX}::test_parity"]),
     52: ("never silently plain", [
         f"{_ARGUMENTS}::test_without_a_mode_the_run_is_stock_and_says_what_would_do_nothing",
         f"{_ARGUMENTS}::test_bad_mode_names_choices_and_closest",
@@ -129,7 +132,8 @@ CASES: dict[int, tuple[str, list[str]]] = {
         f"{_LAYOUTS}::test_case_55_only_scored_rows_reach_the_vocabulary",
         f"{_BINDING}::test_only_scored_rows_are_projected_and_chunks_change_nothing"]),
     56: ("forward-only between accumulation passes",
-         [f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes"]),
+         [f"{_UPDATES}::test_case_56_60_forward_only_between_two_accumulation_passes",
+          f"{_API_WORKER}::accumulation"]),
     59: ("cross attention, batches and attention that is not causal are refused",
          [f"{_BINDING_LIMITS}::test_attention_refuses_what_the_tree_cannot_express",
           f"{_MODELS}::test_case_59_attention_that_is_not_causal_is_refused"]),

@@ -7,6 +7,7 @@ find a mistake before that meet in torchrun's store: where rank 0 says the same,
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -30,13 +31,21 @@ def say(text: str, patience_s: float = PATIENCE_S) -> None:
         if store is not None:
             store.set("said", text)
         return
-    try:
-        store.wait(["said"], timedelta(seconds=patience_s))
-        said = store.get("said").decode()
-    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-        said = ""
-    if said != text:
+    if _said(store, patience_s) != text:
         _write(f"rank {rank}: {text}")
+
+
+def _said(store: dist.Store, patience_s: float) -> str:
+    """What rank 0 said; empty if nothing in time."""
+    end = time.monotonic() + patience_s
+    try:
+        while not store.check(["said"]):  # not wait(): torch warns of every wait that ends
+            if time.monotonic() > end:
+                return ""
+            time.sleep(0.05)
+        return store.get("said").decode()
+    except dist.DistError:
+        return ""  # the launcher is gone
 
 
 def _store() -> dist.Store | None:

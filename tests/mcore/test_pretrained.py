@@ -277,8 +277,8 @@ def test_converted_weights_are_trained_on(tmp_path, model, dtype):
     folder = convert(found, str(tmp_path / "out"))
     data = launcher_cases.write_data(tmp_path)
     words = [*found.flags, "--dtype", dtype, "--data-path", str(data), "--fold-token-ids",
-             "--num-workers", "0", "--train-iters", "1", "--context-parallel-mode", "augtree", "--augtree-min-shared-rows", "4",
-             "--load", str(tmp_path / "out"), "--finetune"]
+             "--num-workers", "0", "--train-iters", "1", "--context-parallel-mode", "augtree",
+             "--augtree-min-shared-rows", "4", "--load", str(tmp_path / "out"), "--finetune"]
     example = launcher_cases.example
     ready = example.prepare(example.parser().parse_args(words), 1)
     loaded = dict(example.Trainer(ready).ddp.module.named_parameters())
