@@ -6,7 +6,6 @@ TRAIN = [
     "torch>=2.6",  # megatron-core's own lower bound; requirements/test.txt has the version that is tested
     "megatron-core>=0.16,<0.20",
     "safetensors",
-    "psutil",  # megatron-core's dist_checkpointing asks for it
     "tensorboard",
     "tqdm",
     "psutil",  # megatron-core's checkpoint writer imports it, but does not ask for it

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_augtree.config import InputError
+from megatron_augtree.mcore.ddp import gather_parameters_now
 from megatron_augtree.mcore.sampler import StepBatch
-from megatron_augtree.mcore.shards import tensor_parallel_group
+from megatron_augtree.mcore.shards import tensor_parallel_group, tensor_parallel_rank_and_size
 from megatron_augtree.runtime.transport import Transport
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,9 +36,12 @@ def compare_ranks(transport: Transport, batch: StepBatch) -> None:
 def compare_weights(transport: Transport, model: torch.nn.Module) -> None:
     """Fail on every rank where ranks begin with different weights: gradients would be of no model at all.
 
+    Parameters that are gathered late are gathered now: until then ranks differ in them.
+
     Raises:
         InputError: names the ranks that differ from the first of their pool.
     """
+    gather_parameters_now(model)
     # Sums of the bits as integers wrap round, so they do not depend on the order of threads.
     sums = [p.detach().reshape(-1).view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)
             for p in model.parameters()]
@@ -60,6 +64,13 @@ def everyones(transport: Transport, text: str) -> list[list[str]]:
     pools: list[list[str]] = [[]] * dist.get_world_size(group)
     dist.all_gather_object(pools, mine, group=group)
     return pools
+
+
+def said_by_all(transport: Transport, text: str) -> tuple[dict[int, str], list[str]]:
+    """What every process says: by its number, and those of this pool in order."""
+    pools = [[entry.split("|", 1) for entry in pool] for pool in everyones(transport, text)]
+    mine = pools[tensor_parallel_rank_and_size()[0]]
+    return {int(rank): said for pool in pools for rank, said in pool}, [said for _, said in mine]
 
 
 def _check(texts: Sequence[str], what: str, *, rule: str, remedy: str) -> None:

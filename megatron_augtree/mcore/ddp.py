@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_augtree.mcore.shards import tensor_parallel_group
 from megatron_augtree.runtime.transport import Transport
 
 
@@ -86,7 +88,7 @@ def _gathers_late(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def finalize_gradients(model: torch.nn.Module, transport: Transport) -> None:
-    """Megatron's own finalisation where the model has one; otherwise sum the gradients over the pool.
+    """Megatron's own finalisation where the model has one; otherwise sum the gradients over the ranks.
 
     Args:
         model: the model; every backward of the step ran inside `no_sync`.
@@ -100,8 +102,12 @@ def finalize_gradients(model: torch.nn.Module, transport: Transport) -> None:
                 group.start_grad_sync()
         finalize([model], None)
         return
+    tensor_parallel = tensor_parallel_group()
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            # Each of these ranks saw its own part of the rows (sequence parallelism).
+            if tensor_parallel is not None and getattr(parameter, "sequence_parallel", False):
+                dist.all_reduce(parameter.grad, group=tensor_parallel)
             parameter.grad.copy_(transport.total(parameter.grad))

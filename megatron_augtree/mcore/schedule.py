@@ -21,13 +21,7 @@ from torch import Tensor
 from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
-from megatron_augtree.mcore.ddp import (
-    config_of,
-    finalize_gradients,
-    gather_parameters,
-    gather_parameters_now,
-    no_sync,
-)
+from megatron_augtree.mcore.ddp import config_of, finalize_gradients, gather_parameters, no_sync
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.sampler import StepBatch
 from megatron_augtree.mcore.shards import vocabulary_shard
@@ -37,8 +31,6 @@ from megatron_augtree.runtime.logprob import row_values
 from megatron_augtree.runtime.trace import Trace
 from megatron_augtree.runtime.transport import DistTransport, Transport
 from megatron_augtree.runtime.tree_attention import PassContext
-
-_EVERY_LAYER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -118,10 +110,9 @@ class AugTreeSchedule:
         batch = next(data_iterator)
         call = _PassCall(self, forward_step_func, chunk)
         if self._compared is not chunk:
-            gather_parameters_now(chunk)
             compare_weights(self.transport, chunk)
             self._compared = chunk
-        engine = self._engine(batch, call.run)
+        engine = self._engine(batch, call.run, next(chunk.parameters()).device)
         if self.trace is not None:
             self.trace.events.clear()
         if not any(self.transport.hosts(p.block) for p in batch.plan.passes):
@@ -141,17 +132,12 @@ class AugTreeSchedule:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.trace.write(os.path.join(self.config.trace_dir, f"rank-{rank:05d}.json"))
 
-    def _engine(self, batch: StepBatch, model: ModelFn) -> Engine:
+    def _engine(self, batch: StepBatch, model: ModelFn, device: torch.device) -> Engine:
         """The engine of a step; the one that was played last keeps its compiled programs."""
         if self._known is not None and self._known[0] is batch:
             self._known[1].model = model
             return self._known[1]
         compare_ranks(self.transport, batch)
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
         engine = Engine(
             batch.plan,
             batch.forest,
@@ -160,7 +146,7 @@ class AugTreeSchedule:
             get_kernel(self.config.kernel, device),
             device,
             self.trace,
-            keep_attention=_EVERY_LAYER if self.config.keep_attention < 0 else self.config.keep_attention,
+            keep_attention=self.config.keep_attention,
         )
         self._known = batch, engine
         return engine

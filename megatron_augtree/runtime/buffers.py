@@ -14,9 +14,9 @@ from megatron_augtree.planning.schedule import Rows
 Buffers = dict[str, dict[str, Tensor]]
 
 
-def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Integers of the host on the device, int64; the host does not wait for the copy."""
-    host = torch.as_tensor(numbers, dtype=torch.int64)
+def to_device(numbers: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers of the host on the device; the host does not wait for the copy."""
+    host = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)

@@ -88,7 +88,7 @@ class Engine:
         transport, kernel: what passes run on.
         device: where local tensors are made.
         trace: where spans are recorded, or None.
-        keep_attention: layers, from the first, that keep their attention where they are recomputed.
+        keep_attention: layers, from the first, that keep their attention where they are recomputed; -1: all.
     """
 
     plan: Plan

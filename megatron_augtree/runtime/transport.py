@@ -35,9 +35,15 @@ from megatron_augtree.runtime.streams import CudaStreams, Streams, Waits
 
 
 class Transport(Protocol):
-    """What the executor and the engine need of a pool."""
+    """What the executor and the engine need of a pool.
+
+    Attributes:
+        world: ranks of the pool.
+        rank: this process's; 0 where it plays all.
+    """
 
     world: int
+    rank: int
 
     def hosts(self, block: Sequence[int]) -> list[int]:
         """Block ranks that this process plays."""
@@ -95,7 +101,7 @@ class LocalTransport:
     """
 
     def __init__(self, world: int) -> None:
-        self.world = world
+        self.world, self.rank = world, 0
         self.traffic = [Traffic() for _ in range(world)]
 
     def hosts(self, block: Sequence[int]) -> list[int]:

@@ -38,7 +38,7 @@ class PassContext:
         own_state: where its own keys and values are kept for later passes, or None.
         trace: where spans are recorded, or None.
         keep_attention: of the layers that run again in the backward, how many, from the first, keep what
-            attention gave, so that neither it nor its traffic is repeated.
+            attention gave, so that neither it nor its traffic is repeated; -1: all.
         kept: layer -> what its attention gave, from its forward to its repetition.
     """
 
@@ -80,7 +80,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, context: PassContext, layer:
     if context.own_state is not None:
         k, v = port(k, v, context.own_state, layer, context.hosts, context.sizes)
     known = context.kept.pop(layer, None)
-    if known is None and not torch.is_grad_enabled() and layer < context.keep_attention:
+    kept = context.keep_attention < 0 or layer < context.keep_attention
+    if kept and known is None and not torch.is_grad_enabled():
         # No gradient now: the layer will run again, once its gradient is wanted.
         known = context.kept[layer] = _attend(q, k, v, context, layer, scale)
     return _TreeAttention.apply(q, k, v, known, context, layer, scale)

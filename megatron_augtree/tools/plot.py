@@ -95,7 +95,7 @@ def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> Non
 
 
 def plot_curve(values: Sequence[float], path: str, *, title: str, levels: Mapping[str, float] | None = None,
-               window: int = 10, over: Mapping[str, Sequence[float]] | None = None) -> None:
+               window: int = 10, label: str = "step", over: Mapping[str, Sequence[float]] | None = None) -> None:
     """Draws a value a step, its moving average, labelled levels, and other runs' values over it.
 
     Args:
@@ -104,12 +104,13 @@ def plot_curve(values: Sequence[float], path: str, *, title: str, levels: Mappin
         title: above the picture.
         levels: label -> height of a dashed line.
         window: steps of the moving average.
+        label: what the values are called.
         over: label -> values of another run, dotted, a value a step.
     """
     figure = _figure(8.0, 4.5)
     axes = figure.subplots()
     steps = range(1, len(values) + 1)
-    axes.plot(steps, values, color="#b8c4d0", linewidth=1, label="step")
+    axes.plot(steps, values, color="#b8c4d0", linewidth=1, label=label)
     means = [sum(values[max(0, i - window):i]) / min(i, window) for i in steps]
     axes.plot(steps, means, color=_SPINE, linewidth=2, label=f"mean of the last {window} steps")
     for label, others in (over or {}).items():

@@ -175,7 +175,7 @@ def test_layouts_by_brute_force():
                     last = 2 * ranks - 1 - r
                     assert mine == padded[r * n : (r + 1) * n] + padded[last * n : (last + 1) * n]
             assert not any(shards)
-    with pytest.raises(ValueError, match="5 tokens, more than size = 4"):
+    with pytest.raises(InputError, match="5 tokens, size=4"):
         out.padded_prev(4)
 
 

@@ -156,7 +156,7 @@ class Ended:
         self.returncode, self.stderr = returncode, stderr
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.20.0rc1", "1.0"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.1", "0.20.0rc1", "1.0"])
 def test_unknown_releases_warn_once_and_are_checked(monkeypatch, version):
     started = []
 
@@ -169,7 +169,7 @@ def test_unknown_releases_warn_once_and_are_checked(monkeypatch, version):
     monkeypatch.setattr("megatron.core.__version__", version)
     monkeypatch.setattr(selfcheck.subprocess, "run", run)
     first, second = (f.build_model(f.parse(), augtree=False) for _ in range(2))
-    with pytest.warns(UserWarning, match=f"tested with megatron-core 0.16 to 0.19, this is {version}"):
+    with pytest.warns(UserWarning, match=f"tested with megatron-core 0.16 and 0.19, this is {version}"):
         prepare_model(first)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

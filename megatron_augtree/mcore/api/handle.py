@@ -18,7 +18,7 @@ from megatron_augtree.attention.kernels.protocol import Kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError, UnsupportedError
 from megatron_augtree.mcore import layer_spec
 from megatron_augtree.mcore.agreement import compare_weights
-from megatron_augtree.mcore.ddp import config_of, inner_module, no_sync
+from megatron_augtree.mcore.ddp import changing_modules, config_of, inner_module, no_sync
 from megatron_augtree.mcore.sampler import model_shape
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport, Transport
@@ -151,7 +151,8 @@ class Handle:
     def restore(self) -> None:
         """Take everything off the model again; a second call does nothing."""
         if self._bound is not None:
-            self._bound.restore()
+            with changing_modules(self.model):  # it may have been wrapped since
+                self._bound.restore()
         if getattr(self.language_model, "augtree_api", None) is self:
             del self.language_model.augtree_api
 
@@ -191,7 +192,7 @@ def prepare_model(
         return handle
     bound, reason = None, None
     try:
-        bound = layer_spec.prepare_model(inner, logit_chunk_mib=config.logit_chunk_mib)
+        bound = layer_spec.prepare_model(model, logit_chunk_mib=config.logit_chunk_mib)
     except UnsupportedError as error:
         if not fallback:
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,9 @@ from megatron_augtree.mcore.api.heads import Head, choose_head
 from megatron_augtree.mcore.api.model import ModelCall, model_call
 from megatron_augtree.mcore.api.outputs import Outputs, make_outputs
 from megatron_augtree.mcore.api.step import StepPlan
-from megatron_augtree.runtime.engine import PassContext
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.routing import Courier, Exchange, pass_windows, rows_of_rank
+from megatron_augtree.runtime.tree_attention import PassContext
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def microbatches(plan: StepPlan) -> Iterator[MicroBatch]:
             remedy='plan with AugTreeConfig(force="phase=fused"), or call forward_backward',
         )
     windows = pass_windows(plan.plan)
-    rank = getattr(plan.transport, "rank", 0)
+    rank = plan.transport.rank
     first = plan.numbers.start
     for number in range(num_microbatches(plan)):
         mine = tuple(
@@ -82,7 +83,7 @@ def microbatches(plan: StepPlan) -> Iterator[MicroBatch]:
 
 
 def _stock_micro_batches(plan: StepPlan) -> Iterator[MicroBatch]:
-    rank = getattr(plan.transport, "rank", 0)
+    rank = plan.transport.rank
     own = [i for i, number in enumerate(plan.numbers) if plan.owners[number] == rank]
     for number in range(num_microbatches(plan)):
         yield MicroBatch(plan, number, (), (own[number],) if number < len(own) else ())
@@ -172,7 +173,7 @@ class _Hosted:
 
 def _nothing(context: PassContext, device: torch.device) -> tuple[LocalRows, PassContext]:
     none = torch.empty(0, dtype=torch.int64, device=device)
-    return LocalRows(-1, none.numpy(force=True), none, none, none, none), context
+    return LocalRows(-1, np.zeros(0, np.int64), none, none, none, none), context
 
 
 class _Routed(torch.autograd.Function):

@@ -21,8 +21,6 @@ from megatron_augtree.runtime.engine import Engine
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.tree_attention import PassContext
 
-_EVERY_LAYER = 1 << 30
-
 
 @dataclass(frozen=True)
 class ModelCall:
@@ -47,7 +45,6 @@ class ModelCall:
         """Plays the plan with this head; compiled programs are kept with the plan."""
         step = self.step
         if "engine" not in step.engines:
-            keep = step.handle.config.keep_attention
             step.engines["engine"] = Engine(
                 step.plan,
                 step.forest,
@@ -55,7 +52,7 @@ class ModelCall:
                 step.transport,
                 step.handle.kernel,
                 step.handle.device,
-                keep_attention=_EVERY_LAYER if keep < 0 else keep,
+                keep_attention=step.handle.config.keep_attention,
             )
         engine = step.engines["engine"]
         engine.model = self.run
@@ -67,7 +64,7 @@ class ModelCall:
         targets[local.scored] = local.targets
         heat: Tensor | float = self.step.heat
         if isinstance(heat, np.ndarray):
-            heat = torch.as_tensor(heat[local.rows], device=local.positions.device)
+            heat = to_device(heat[local.rows], local.positions.device, torch.float64)
 
         def score(logits: Tensor, rows: Tensor) -> Tensor:
             warm = heat[rows] if isinstance(heat, Tensor) else heat

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_augtree.config import InputError
 from megatron_augtree.mcore.api.batch import Sample
 from megatron_augtree.runtime.buffers import to_device
 
@@ -75,7 +76,12 @@ class Outputs:
     ) -> Tensor:
         """Values written to places of a tensor of zeros; differentiable."""
         if size is not None and max(self.lengths, default=0) > size:
-            raise ValueError(f"a sample has {max(self.lengths)} tokens, more than size = {size}")
+            raise InputError(
+                "a sample is longer than the padded size",
+                values=f"{max(self.lengths)} tokens, size={size}",
+                rule="every sample has at most size tokens",
+                remedy="pad to the longest sample of the batch, or more",
+            )
         values, cuts = self.values[name], self.offsets.tolist()
         where = [place(i, self.rows[a:b].numpy()) for i, (a, b) in enumerate(zip(cuts, cuts[1:]))]
         index = to_device(np.concatenate([np.zeros(0, np.int64), *where]), values.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_augtree.config import AugTreeError, InfeasiblePlanError, InputError
-from megatron_augtree.mcore.agreement import everyones
+from megatron_augtree.mcore.agreement import everyones, said_by_all
 from megatron_augtree.mcore.api.batch import (
     Batch,
     Sample,
@@ -80,13 +80,13 @@ def plan(
             remedy="correct the argument",
         )
     transport = handle.transport(scope)
-    samples, blob, error = [], b"", ""
+    samples, blob, error, failure = [], b"", "", None
     try:
         samples = check_batch(batch, handle.language_model.vocab_size)
         blob = encode(samples)
         error = _unlike(like, scope, handle, blob) if like is not None else ""
-    except AugTreeError as found:
-        error = str(found)
+    except Exception as found:  # whatever it is, other ranks wait for this one
+        failure, error = found, described(found)
     call = {
         "scope": scope,
         "like": like.stats.get("digest", "") if like is not None else None,
@@ -94,7 +94,10 @@ def plan(
         "config": str(handle.config),
     }
     size = [len(blob), len(samples)]
-    sizes = _vote(transport, error, call, size, fingerprint(blob) if scope == "cp" else "")
+    try:
+        sizes = _vote(transport, error, call, size, fingerprint(blob) if scope == "cp" else "")
+    except InputError as refused:
+        raise refused from failure
     handle.compare_weights()
     handle.counts["plans"] += 1
     if like is not None:
@@ -135,9 +138,10 @@ def _vote(
     transport: Transport, error: str, call: dict[str, Any], size: list[int], common: str
 ) -> list[list[int]]:
     """[bytes, samples] of every rank; an error of any is raised on all."""
-    texts = transport.same(json.dumps({"error": error, "call": call, "size": size, "common": common}))
-    votes = [json.loads(text) for text in texts]
-    broken = {rank: vote["error"] for rank, vote in enumerate(votes) if vote["error"]}
+    said = json.dumps({"error": error, "call": call, "size": size, "common": common})
+    everyone, pool = said_by_all(transport, said)
+    votes = [json.loads(text) for text in pool]
+    broken = errors_in(everyone)
     if broken:
         rank, text = next(iter(broken.items()))
         raise InputError(
@@ -162,11 +166,22 @@ def _vote(
     return [vote["size"] for vote in votes]
 
 
+def described(error: Exception) -> str:
+    """An error in words; of one that is not ours also its kind."""
+    return str(error) if isinstance(error, AugTreeError) else f"{type(error).__name__}: {error}"
+
+
+def errors_in(everyone: Mapping[int, str]) -> dict[int, str]:
+    """Rank -> the entry ``error`` of its JSON text, where there is one."""
+    errors = {rank: json.loads(text)["error"] for rank, text in sorted(everyone.items())}
+    return {rank: error for rank, error in errors.items() if error}
+
+
 def _gather(transport: Transport, blob: bytes, sizes: Sequence[int]) -> list[bytes]:
     """Every rank's bytes: a sum of tensors that are zero but for each rank's own part."""
     if len(sizes) == 1:
         return [blob]
-    rank = getattr(transport, "rank", 0)
+    rank = transport.rank
     starts = np.concatenate([[0], np.cumsum(sizes)])
     whole = torch.zeros(int(starts[-1]), dtype=torch.uint8)
     whole[int(starts[rank]) : int(starts[rank + 1])] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -187,7 +202,7 @@ def _make(
     forest, made = _choose(sequences, groups, handle, transport.world, max_rows)
     made = _forwards_first(handle, made)
     owners = givers if scope == "pool" else [g % transport.world for g in groups]
-    rank = getattr(transport, "rank", 0) if scope == "pool" else 0
+    rank = transport.rank if scope == "pool" else 0
     first = sum(len(found) for found in by_rank[:rank])
     stats = {
         "mode": made.mode,
@@ -278,7 +293,7 @@ def _largest(made: Plan) -> int:
 def _stock_plan(handle: Handle, scope: str, samples: list[Sample], blob: bytes, most: int) -> StepPlan:
     transport = handle.transport(scope)
     rows = sum(len(s.tokens) - 1 for s in samples)
-    rank = getattr(transport, "rank", 0)
+    rank = transport.rank
     owners = [rank if scope == "pool" else i % transport.world for i in range(len(samples))]
     stats = {
         "mode": "stock",

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import AugTreeError, InputError
+from megatron_augtree.mcore.agreement import said_by_all
 from megatron_augtree.mcore.api.batch import Batch, check_batch, encode
 from megatron_augtree.mcore.api.handle import Handle
 from megatron_augtree.mcore.api.heads import Head, choose_head
 from megatron_augtree.mcore.api.losses import Losses, check_groups
 from megatron_augtree.mcore.api.model import ModelCall, model_call
 from megatron_augtree.mcore.api.outputs import LossFn, Outputs, StepOutput, make_outputs
-from megatron_augtree.mcore.api.planning import fingerprint
+from megatron_augtree.mcore.api.planning import described, errors_in, fingerprint
 from megatron_augtree.mcore.api.shadow import Shadow, play_stock
 from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.ddp import finalize_gradients, gather_parameters, no_sync
@@ -131,19 +132,20 @@ def _agree(
     handle: Handle, batch: Batch, plan: StepPlan, head: Head | None, entropy: str, said: dict
 ) -> ModelCall:
     """Checks this rank's call, and that all ranks of the scope make the same; errors are raised on all."""
-    call, error = None, ""
+    call, error, failure = None, "", None
     try:
         call = _check(handle, batch, plan, head, entropy, said)
-    except AugTreeError as found:
-        error = str(found)
+    except Exception as found:  # whatever it is, other ranks wait for this one
+        failure, error = found, described(found)
     said = {
         **said,
         "digest": plan.stats["digest"],
         "entropy": entropy,
         "columns": str(call.columns) if call is not None else "",
     }
-    votes = [json.loads(text) for text in plan.transport.same(json.dumps({"said": said, "error": error}))]
-    broken = {rank: vote["error"] for rank, vote in enumerate(votes) if vote["error"]}
+    everyone, pool = said_by_all(plan.transport, json.dumps({"said": said, "error": error}))
+    votes = [json.loads(text) for text in pool]
+    broken = errors_in(everyone)
     if broken:
         rank, text = next(iter(broken.items()))
         raise InputError(
@@ -151,7 +153,7 @@ def _agree(
             values=f"ranks {sorted(broken)}; of rank {rank}: {text}",
             rule="every rank's arguments are usable",
             remedy="see the error of that rank",
-        )
+        ) from failure
     first = votes[0]["said"]
     for rank, vote in enumerate(votes):
         differ = [key for key in first if vote["said"].get(key) != first[key]]

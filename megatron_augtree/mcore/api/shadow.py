@@ -18,7 +18,7 @@ from megatron_augtree.config import UnsupportedError
 from megatron_augtree.mcore.api.handle import Handle
 from megatron_augtree.mcore.api.losses import Losses
 from megatron_augtree.mcore.api.model import ModelCall
-from megatron_augtree.mcore.ddp import inner_module
+from megatron_augtree.mcore.ddp import gather_parameters, inner_module
 from megatron_augtree.mcore.shards import tensor_parallel_group
 from megatron_augtree.runtime.transport import Transport
 
@@ -26,9 +26,12 @@ from megatron_augtree.runtime.transport import Transport
 def play_stock(call: ModelCall, losses: Losses, forward_only: bool) -> None:
     """Own samples one after the other (a group's together) through the stock model."""
     plan = call.step
-    rank = getattr(plan.transport, "rank", 0)
+    rank = plan.transport.rank
     own = [i for i, number in enumerate(plan.numbers) if plan.owners[number] == rank]
-    for indices in losses.calls([i for i in own if plan.samples[i].computed.any()]):
+    own = [i for i in own if plan.samples[i].computed.any()]
+    if not own:
+        gather_parameters(plan.handle.model)  # the others' forwards wait for it
+    for indices in losses.calls(own):
         with torch.set_grad_enabled(not forward_only):
             values = torch.cat([call.stock(i) for i in indices])
         gradient = losses.evaluate(indices, values.detach())

@@ -176,4 +176,4 @@ class StepPlan:
 
     @property
     def _rank(self) -> int:
-        return getattr(self.transport, "rank", 0)
+        return self.transport.rank
