@@ -4,8 +4,8 @@
         <Megatron's own flags> --context-parallel-mode augtree --data-path groups.jsonl.gz
 
 Without ``--context-parallel-mode`` the script runs as if it had been started itself. Where there is no CUDA,
-shims let it run on CPU over gloo (`mcore/cpu_script.py`). `mcore/pretrain.py` says what is changed under a
-mode, and how; ``--augtree-report`` in place of the script's flags prints it.
+shims let it run on CPU over gloo (`mcore/megatron_lm/shims.py`). `mcore/megatron_lm/pretrain.py` says what is
+changed under a mode, and how; ``--augtree-report`` in place of the script's flags prints it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_augtree.config import InputError
 def main() -> None:
     """Runs ``sys.argv[1]`` with the arguments behind it."""
     try:
-        from megatron_augtree.mcore import script
+        from megatron_augtree.mcore.megatron_lm import script
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise

@@ -1,6 +1,6 @@
 """Replacing functions of another package: a table that says what, where and why, checked, and reversible.
 
-Megatron-LM has no plug-in points for arguments, data or schedule, so `pretrain_patches.py` replaces a few
+Megatron-LM has no plug-in points for arguments, data or schedule, so `megatron_lm/patches.py` replaces a few
 functions of ``megatron.training``. Nothing is replaced at import. `Registry.apply` checks every target
 before it touches the first one: that it exists, and that its parameters are those its wrapper was written
 for. It replaces the function wherever it was imported by name too, and takes everything back if anything

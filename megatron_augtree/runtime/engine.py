@@ -9,8 +9,9 @@ construction.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -205,7 +206,7 @@ class _Run(PassRunner):
         super().__init__(engine, forward_only)
         self.loss_fn, self.scale = loss_fn, scale
         self.played: dict[int, _Played] = {}
-        self.loss, self.metrics = 0.0, {}
+        self.shares = Shares()
         self.collected: dict[int, Tensor] = {}
         self.width = 1
         self.dtype = torch.float64
@@ -237,7 +238,7 @@ class _Run(PassRunner):
         with torch.set_grad_enabled(not self.forward_only):
             loss, metrics = self.loss_fn(SequenceValues(tuple(sequences), counts.cumsum(0), values))
         if counted:
-            self._count(loss, metrics)
+            self.shares.add(loss, metrics)
         if not self.forward_only and loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss * self.scale, values)
             for place, part in zip(places, gradient.split([len(x) for x in parts])):
@@ -260,11 +261,6 @@ class _Run(PassRunner):
     def _index(self, numbers: np.ndarray) -> Tensor:
         return to_device(numbers, self.engine.device)
 
-    def _count(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        self.loss += float(loss.detach())
-        for name, value in metrics.items():
-            self.metrics[name] = reduce_metric(name, self.metrics.get(name), float(value))
-
     def backward(self, p: Pass) -> None:
         """Send a pass's gradients through its graph, and forget it."""
         played, layout = self.played.pop(p.id), self.engine.layouts[p.id]
@@ -277,7 +273,7 @@ class _Run(PassRunner):
         """Loss and metrics over all ranks."""
         transport = self.engine.transport
         loss, metrics = 0.0, {}
-        for text in transport.same(json.dumps([self.loss, self.metrics])):
+        for text in transport.same(json.dumps(self.shares.read())):
             share, found = json.loads(text)
             loss += share
             for name, value in found.items():
@@ -292,6 +288,35 @@ class _Run(PassRunner):
         for sequence, part in self.collected.items():
             dense[bounds[sequence] : bounds[sequence + 1]] = part.to("cpu", torch.float64)
         return self.engine.transport.total(dense)
+
+
+class Shares:
+    """Shares of the loss and of metrics, call by call. No call waits for the device: `read` does, at the end."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._metrics: dict[str, list[Tensor]] = {}
+
+    def add(self, loss: Tensor, metrics: Mapping[str, Tensor | float]) -> None:
+        """Scalars of one call."""
+        shares = {name: torch.as_tensor(value).detach().reshape(()) for name, value in metrics.items()}
+        self._losses.append(loss.detach().reshape(()))
+        for name, value in shares.items():
+            self._metrics.setdefault(name, []).append(value)
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """The loss and the metrics of all calls."""
+        metrics = {
+            name: functools.reduce(functools.partial(reduce_metric, name), _numbers(values))
+            for name, values in self._metrics.items()
+        }
+        return sum(_numbers(self._losses)), metrics
+
+
+def _numbers(values: Sequence[Tensor]) -> list[float]:
+    """Scalars of any type, some perhaps on a device, read at once."""
+    device = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([value.double().to(device) for value in values]).tolist() if values else []
 
 
 def reduce_metric(name: str, old: float | None, new: float) -> float:

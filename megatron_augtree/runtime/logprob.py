@@ -35,7 +35,7 @@ class VocabularyShard:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def reduce_(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Values added (or compared) over the slices, in place. All ranks have the same rows, perhaps none."""
+        """Values added (or compared) over the slices, in place. All ranks have as many, perhaps none."""
         if self.size > 1 and values.numel():
             dist.all_reduce(values, op=op, group=self.group)
         return values

@@ -95,7 +95,8 @@ def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> Non
 
 
 def plot_curve(values: Sequence[float], path: str, *, title: str, levels: Mapping[str, float] | None = None,
-               window: int = 10, label: str = "step", over: Mapping[str, Sequence[float]] | None = None) -> None:
+               window: int = 10, label: str = "step",
+               over: Mapping[str, Sequence[float]] | None = None) -> None:
     """Draws a value a step, its moving average, labelled levels, and other runs' values over it.
 
     Args:

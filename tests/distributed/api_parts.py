@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.mcore import api, build
 from tests.distributed.api_cases import PLANS
-from tests.distributed.gradients import reduced_gradients
 from tests.distributed.running import PATIENCE
 from tests.numerics import fixtures as f
 
@@ -67,9 +66,6 @@ class ApiRank:
         if how == "uneven":
             return [i for i in range(len(of_group)) if min(i // 2, self.world - 1) == self.rank][::-1]
         return list(range(len(of_group)))[self.rank :: self.world]
-
-    def gradients(self, handle: api.Handle, sharded: bool = False) -> dict[str, torch.Tensor]:
-        return reduced_gradients(handle.model, self.pool, sharded)
 
     def step(self, handle: api.Handle, groups: list, mine: list[int], **how) -> api.StepOutput:
         """One tier-2 step with the GRPO loss of the fixtures."""

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.mcore import api, build
-from megatron_augtree.mcore.shards import gather_whole
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_model
+from megatron_augtree.mcore.weights import reduced_gradients
 from scripts.unshared import unshared_logits, unshared_logprobs
 from tests.distributed.api_cases import CASES, PLANS
 from tests.distributed.api_parts import ApiRank, batch_of, distance, group_of, refused
@@ -35,7 +35,7 @@ class ApiWorker(ApiRank):
         handle = self.handle(plan, scaling)
         mine = self.deal(groups, deal)
         found = self.step(handle, groups, mine)
-        grads = self.gradients(handle, scaling == "sharded")
+        grads = reduced_gradients(handle.model)
         if scaling == "fp16":
             grads = {name: grad / 1024 for name, grad in grads.items()}
         assert found.metrics["tokens"] == len(want.logprobs), found.metrics
@@ -57,7 +57,7 @@ class ApiWorker(ApiRank):
         step = api.plan(handle, batch)
         owned = sorted(self.schedule(handle, step, loss, tokens))
         assert owned == [i for i, s in enumerate(step.samples) if s.computed.any()], "every sample once"
-        return {"errors": {"gradients": f.err(self.gradients(handle), want.grads)}}
+        return {"errors": {"gradients": f.err(reduced_gradients(handle.model), want.grads)}}
 
     def common_samples(self) -> dict:
         """Context-parallel peers give the same samples: the loss counts each once, all get all values."""
@@ -84,7 +84,7 @@ class ApiWorker(ApiRank):
             scored = [i for i, s in enumerate(plan.samples) if s.computed.any()]
             assert sorted(sum(everyone, [])) == scored and all(everyone), everyone
             error = {
-                "gradients": f.err(self.gradients(handle), want.grads),
+                "gradients": f.err(reduced_gradients(handle.model), want.grads),
                 "loss": abs(found.loss - want.loss),
                 "logprobs": distance(found.outputs, groups, everything, want),
             }
@@ -111,7 +111,7 @@ class ApiWorker(ApiRank):
                 api.forward_backward(
                     handle, batch, api.plan(handle, batch), loss, normalizer=tokens, finalize=last
                 )
-            found = f.err(self.gradients(handle), want.grads)
+            found = f.err(reduced_gradients(handle.model), want.grads)
             assert found < 1e-10, found
         return {"errors": {"gradients": found}}
 
@@ -158,7 +158,7 @@ class ApiWorker(ApiRank):
             step = api.plan(handle, batch)
             out = api.forward_backward(handle, batch, step, loss, normalizer=tokens)
             errors = {
-                "tier 2": f.err(self._whole(handle), want.grads),
+                "tier 2": f.err(reduced_gradients(handle.model), want.grads),
                 "logprobs": distance(out.outputs, groups, mine, want),
             }
             top = api.forward_logprobs(handle, batch, step, head=api.topk_head(5))
@@ -167,18 +167,21 @@ class ApiWorker(ApiRank):
             if "phased" not in PLANS[plan].get("force", ""):
                 handle.model.zero_grad_buffer()
                 self.schedule(handle, step, loss, tokens)
-                errors["tier 1"] = f.err(self._whole(handle), want.grads)
+                errors["tier 1"] = f.err(reduced_gradients(handle.model), want.grads)
             apart = batch_of(groups, mine[: len(mine) - parallel_state.get_tensor_model_parallel_rank()])[0]
             refused(lambda: api.plan(handle, apart), "tensor-parallel ranks hold different samples")
+            # Its pool is told, and the pool of its peers.
+            wrong = api.Batch([torch.tensor([f.VOCAB])], [torch.tensor([])]) if self.rank == 1 else batch
+            refused(lambda: api.plan(handle, wrong), "ranks [1]; of rank 1: a batch does not fit")
+            refused(
+                lambda: api.forward_backward(handle, wrong, step, loss, normalizer=tokens),
+                "ranks [1]; of rank 1: a batch does not fit",
+            )
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel()
             self.pool = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return {"errors": errors}
-
-    def _whole(self, handle: api.Handle) -> dict[str, torch.Tensor]:
-        parameters = dict(handle.language_model.named_parameters())
-        return {name: gather_whole(grad, parameters[name]) for name, grad in self.gradients(handle).items()}
 
     def _topkdistance(self, top, groups: list, mine: list[int]) -> float:
         """Of top-k log-probs to those of the stock model without tensor parallelism."""
@@ -306,7 +309,7 @@ class ApiWorker(ApiRank):
             sums = [v.sum() for v in unshared_logprobs(model, f.sequences([group]))]
             total = total + torch.stack(sums).softmax(0).square().sum()
         (total / 3).backward()
-        found = f.err(self.gradients(handle), f.gradients(model))
+        found = f.err(reduced_gradients(handle.model), f.gradients(model))
         apart, _, _ = batch_of(groups, self.deal(groups, "in turn"))
         plan = api.plan(handle, apart)
         refused(
@@ -330,6 +333,8 @@ class ApiWorker(ApiRank):
             api.Batch([torch.tensor([1, 2, 999])], [torch.tensor([True, True])]) if self.rank == 1 else batch
         )
         messages = [refused(lambda: api.plan(handle, bad), "ranks [1]; of rank 1: a batch does not fit")]
+        strange = api.Batch([None], [None]) if self.rank == 1 else batch
+        refused(lambda: api.plan(handle, strange), "ranks [1]; of rank 1: RuntimeError")
         refused(lambda: api.plan(handle, batch, max_rows=1 if self.rank else 2), "different arguments")
         plan = api.plan(handle, batch)
         refused(
@@ -369,7 +374,8 @@ class ApiWorker(ApiRank):
             found = api.forward_backward(
                 handle, batch, plan, lambda o: (o.values["logprobs"].sum(), {}), normalizer=0
             )
-            assert found.loss == 0 and all(bool((g == 0).all()) for g in self.gradients(handle).values())
+            grads = reduced_gradients(handle.model).values()
+            assert found.loss == 0 and all(bool((g == 0).all()) for g in grads)
             outputs = api.forward_logprobs(handle, batch, plan)
             assert len(outputs.index) == len(batch.tokens)
             assert len(outputs.values["logprobs"]) == (6 if batch is scored else 0)
@@ -391,7 +397,7 @@ class ApiWorker(ApiRank):
                     handle, batch, api.plan(handle, batch), loss, normalizer=tokens, finalize=False
                 )
                 out = self.step(handle, groups, mine)
-                bits.append({name: g.clone() for name, g in self.gradients(handle).items()})
+                bits.append({name: g.clone() for name, g in reduced_gradients(handle.model).items()})
             runs.append(bits)
         assert all(torch.equal(a[name], b[name]) for a, b in zip(*runs) for name in a)
         report = handle.report()
@@ -415,7 +421,7 @@ class ApiWorker(ApiRank):
         handle = self.handle(stock=True, fallback=True)
         out = self.step(handle, groups, mine)
         errors = {
-            "tier 2": f.err(self.gradients(handle), want.grads),
+            "tier 2": f.err(reduced_gradients(handle.model), want.grads),
             "logprobs": distance(out.outputs, groups, mine, want),
         }
         handle.model.zero_grad_buffer()
@@ -423,7 +429,7 @@ class ApiWorker(ApiRank):
         step = api.plan(handle, batch)
 
         self.schedule(handle, step, loss, tokens)
-        errors["tier 1"] = f.err(self.gradients(handle), want.grads)
+        errors["tier 1"] = f.err(reduced_gradients(handle.model), want.grads)
         ((reason, count),) = handle.report()["fallback"].items()
         assert "attention-dropout" in reason and count == 2 and out.stats["fallback"] == reason
         return {"errors": errors}

@@ -23,8 +23,8 @@ from megatron_augtree.mcore.objective import Objective
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.shards import gather_whole
 from megatron_augtree.mcore.update import TorchOptimizer, wrap_model
+from megatron_augtree.mcore.weights import reduced_gradients
 from megatron_augtree.runtime.transport import DistTransport
-from tests.distributed.gradients import reduced_gradients
 from tests.distributed.matrix import FROZEN, MODELS, PLANS, RECOMPUTE, cases
 from tests.distributed.running import PATIENCE, run
 from tests.numerics import fixtures as f
@@ -49,7 +49,7 @@ class MatrixWorker:
         schedule = AugTreeSchedule(config, transport=DistTransport(pool))
         whole = {name: gather_whole(p, p) for name, p in ddp.module.named_parameters()}
         assert all(torch.equal(whole[name], start[name]) for name in start), "other weights than the oracle's"
-        outcomes = [self._step(ddp, schedule, batch, case, pool) for _ in range(2)]
+        outcomes = [self._step(ddp, schedule, batch) for _ in range(2)]
         first, second = outcomes
         assert all(torch.equal(first.grads[name], second.grads[name]) for name in names), "another step 2"
         wanted = f.Outcome(want.loss, want.logprobs, {name: want.grads[name] for name in names})
@@ -73,15 +73,12 @@ class MatrixWorker:
         return wrap_model(model, distributed_optimizer=case["sharded"], overlap_grad_reduce=case["overlap"],
                           bucket_size=9000)
 
-    def _step(self, ddp, schedule: AugTreeSchedule, batch, case: dict, pool) -> f.Outcome:
+    def _step(self, ddp, schedule: AugTreeSchedule, batch) -> f.Outcome:
         ddp.zero_grad_buffer()
         (metrics,) = schedule(
             forward_step_func=functools.partial(forward_step, loss_fn=Objective(batch, "grpo")),
             data_iterator=iter([batch]), model=ddp, collect=True)
-        parameters = dict(ddp.module.named_parameters())
-        grads = {name: gather_whole(grad, parameters[name])
-                 for name, grad in reduced_gradients(ddp, pool, case["sharded"]).items()}
-        return f.Outcome(metrics["loss"], schedule.last.values[:, 0].clone(), grads)
+        return f.Outcome(metrics["loss"], schedule.last.values[:, 0].clone(), reduced_gradients(ddp))
 
     def _clipped_step(self, ddp, case: dict, want: f.Outcome, start: dict) -> float:
         """Error of the norm, and of parameters after a clipped SGD step."""

@@ -29,11 +29,11 @@ from megatron_augtree.mcore.objective import Objective
 from megatron_augtree.mcore.sampler import StepBatch, model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_model
+from megatron_augtree.mcore.weights import reduced_gradients
 from megatron_augtree.planning.schedule import promise, reverse
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport
 from tests.distributed.cases import CASES, REAL
 from tests.distributed.device import NoStreams
-from tests.distributed.gradients import reduced_gradients
 from tests.distributed.running import PATIENCE, run
 from tests.numerics import fixtures as f
 
@@ -233,7 +233,7 @@ class Worker:
         start = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
         batch = f.batch_of(groups, f.augtree(), self.world)
         self.play(batch, "grpo", ddp=ddp)
-        grads = reduced_gradients(ddp, self.pool, sharded)
+        grads = reduced_gradients(ddp)
         assert all(float(grad.abs().max()) > 0 for grad in grads.values())
         parameters = {name: torch.nn.Parameter(value) for name, value in start.items()}
         for name, parameter in parameters.items():

@@ -13,7 +13,7 @@ def main() -> None:
     """Runs ``sys.argv[1]`` with the arguments behind it."""
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent.resolve()))
-    from megatron_augtree.mcore.cpu_script import script_shims
+    from megatron_augtree.mcore.megatron_lm.shims import script_shims
 
     with script_shims():
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.mcore.api_samples import FORCED, make_handle, samples
 
 from megatron_augtree.config import AugTreeError, UnsupportedError
 from megatron_augtree.mcore import api, build, cpu
+from tests.mcore.api_samples import FORCED, make_handle, samples
 from tests.numerics import fixtures as f
 
 BAR = 1e-10

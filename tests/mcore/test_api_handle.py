@@ -4,13 +4,13 @@ import types
 
 import pytest
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from tests.mcore.api_samples import FORCED, make_handle, samples, total
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError, UnsupportedError
 from megatron_augtree.mcore import api, build
 from megatron_augtree.mcore.api.planning import _forwards_first
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.planner import reordered
+from tests.mcore.api_samples import FORCED, make_handle, samples, total
 from tests.numerics import fixtures as f
 
 BAR = 1e-10

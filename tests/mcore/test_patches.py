@@ -16,7 +16,9 @@ import pytest
 from megatron.core import package_info
 
 from megatron_augtree.config import AugTreeError, UnsupportedError
-from megatron_augtree.mcore import cpu_script, patches, pretrain, pretrain_patches
+from megatron_augtree.mcore import patches
+from megatron_augtree.mcore.megatron_lm import patches as pretrain_patches
+from megatron_augtree.mcore.megatron_lm import pretrain, shims
 from megatron_augtree.mcore.patches import Patch, Registry
 from tests.mcore import pretrain_cases as cases
 from tests.mcore.pretrain_cases import ROOT
@@ -361,7 +363,7 @@ def test_every_edit_fits_the_copy(tmp_path):
 def test_every_patch_and_shim_fits_the_copy_and_goes_again(monkeypatch):
     monkeypatch.syspath_prepend(str(TREE))
     registry = pretrain_patches.REGISTRY
-    with cpu_script.script_shims():
+    with shims.script_shims():
         assert {row.state for row in registry.report()} == {"not applied"}  # imports all targets
         before = {name: dict(vars(module)) for name, module in sys.modules.items()
                   if name.startswith(("megatron", "torch")) and isinstance(module, types.ModuleType)}

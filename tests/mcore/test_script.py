@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_augtree.mcore import launch, script, voice
+from megatron_augtree.mcore import launch
+from megatron_augtree.mcore.megatron_lm import script, voice
 from megatron_augtree.mcore.patches import release
 from tests.mcore.launcher_cases import ROOT
 

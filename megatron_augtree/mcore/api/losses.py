@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron_augtree.config import AugTreeError, InputError
 from megatron_augtree.mcore.api.outputs import Columns, LossFn, make_outputs
 from megatron_augtree.mcore.api.step import StepPlan
-from megatron_augtree.runtime.engine import reduce_metric
+from megatron_augtree.runtime.engine import Shares, reduce_metric
 
 
 class Losses:
@@ -27,8 +26,7 @@ class Losses:
         by_group: samples of a group go to one call.
 
     Attributes:
-        losses, metrics: this rank's shares, call by call: read once, at the end, so that no call waits for
-            the device.
+        shares: this rank's, of loss and metrics.
         collected: own sample -> [C, k] values of its computed rows.
         failure: what the loss function raised, or None; it is not called again after that.
     """
@@ -43,8 +41,7 @@ class Losses:
             scale,
             by_group,
         )
-        self.losses: list[Tensor] = []
-        self.metrics: dict[str, list[Tensor]] = {}
+        self.shares = Shares()
         self.collected: dict[int, Tensor] = {}
         self.failure: Exception | None = None
 
@@ -101,10 +98,7 @@ class Losses:
                 remedy="drop the token count, and pass the pool's as normalizer=",
             )
         loss, metrics = result
-        shares = {name: torch.as_tensor(value).detach().reshape(()) for name, value in metrics.items()}
-        self.losses.append(loss.detach().reshape(()))
-        for name, value in shares.items():
-            self.metrics.setdefault(name, []).append(value)
+        self.shares.add(loss, metrics)
         if self.scale == 0 or not loss.requires_grad:
             return torch.zeros_like(part)
         (gradient,) = torch.autograd.grad(loss * self.scale, part, allow_unused=True)
@@ -124,12 +118,8 @@ class Losses:
     def to_json(self) -> str:
         """What `total` reads."""
         failure = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
-        shares = {name: _numbers(values) for name, values in self.metrics.items()}
-        metrics = {
-            name: functools.reduce(functools.partial(reduce_metric, name), values)
-            for name, values in shares.items()
-        }
-        return json.dumps({"loss": sum(_numbers(self.losses)), "metrics": metrics, "error": failure})
+        loss, metrics = self.shares.read()
+        return json.dumps({"loss": loss, "metrics": metrics, "error": failure})
 
     @staticmethod
     def total(shares: Sequence[dict[str, Any]]) -> tuple[float, dict[str, float]]:
@@ -139,12 +129,6 @@ class Losses:
             for name, value in share["metrics"].items():
                 metrics[name] = reduce_metric(name, metrics.get(name), value)
         return sum(share["loss"] for share in shares), metrics
-
-
-def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """Scalars of any type, some perhaps on a device, read at once."""
-    device = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
-    return torch.stack([value.double().to(device) for value in values]).tolist() if values else []
 
 
 def check_groups(step: StepPlan) -> None:

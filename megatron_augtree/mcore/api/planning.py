@@ -94,10 +94,7 @@ def plan(
         "config": str(handle.config),
     }
     size = [len(blob), len(samples)]
-    try:
-        sizes = _vote(transport, error, call, size, fingerprint(blob) if scope == "cp" else "")
-    except InputError as refused:
-        raise refused from failure
+    sizes = _vote(transport, error, call, size, fingerprint(blob) if scope == "cp" else "", failure)
     handle.compare_weights()
     handle.counts["plans"] += 1
     if like is not None:
@@ -135,12 +132,16 @@ def _unlike(like: StepPlan, scope: str, handle: Handle, blob: bytes) -> str:
 
 
 def _vote(
-    transport: Transport, error: str, call: dict[str, Any], size: list[int], common: str
+    transport: Transport,
+    error: str,
+    call: dict[str, Any],
+    size: list[int],
+    common: str,
+    failure: Exception | None,
 ) -> list[list[int]]:
-    """[bytes, samples] of every rank; an error of any is raised on all."""
+    """[bytes, samples] of every rank; an error of any is raised on all, tensor-parallel peers included."""
     said = json.dumps({"error": error, "call": call, "size": size, "common": common})
     everyone, pool = said_by_all(transport, said)
-    votes = [json.loads(text) for text in pool]
     broken = errors_in(everyone)
     if broken:
         rank, text = next(iter(broken.items()))
@@ -149,21 +150,23 @@ def _vote(
             values=f"ranks {sorted(broken)}; of rank {rank}: {text}",
             rule="every rank gives samples that fit together, or none",
             remedy="see the error of that rank; Batch.empty() stands for no samples",
-        )
+        ) from failure
+    votes = {rank: json.loads(text) for rank, text in sorted(everyone.items())}
+    lowest, first = min(votes), votes[min(votes)]
     for field_name, what in (
         ("call", "ranks plan with different arguments"),
         ("common", "context-parallel ranks hold different samples"),
     ):
-        others = [rank for rank, vote in enumerate(votes) if vote[field_name] != votes[0][field_name]]
+        others = [rank for rank, vote in votes.items() if vote[field_name] != first[field_name]]
         if others:
             raise InputError(
                 what,
-                values=f"ranks {others} differ from rank 0"
-                + (f": {votes[others[0]]['call']} and {votes[0]['call']}" if field_name == "call" else ""),
+                values=f"ranks {others} differ from rank {lowest}"
+                + (f": {votes[others[0]]['call']} and {first['call']}" if field_name == "call" else ""),
                 rule='every rank of the scope makes the same call; under scope="cp" with the same batch',
                 remedy='mend the call, or use scope="pool" for samples of each rank\'s own',
             )
-    return [vote["size"] for vote in votes]
+    return [json.loads(text)["size"] for text in pool]
 
 
 def described(error: Exception) -> str:

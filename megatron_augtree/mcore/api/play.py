@@ -143,8 +143,7 @@ def _agree(
         "entropy": entropy,
         "columns": str(call.columns) if call is not None else "",
     }
-    everyone, pool = said_by_all(plan.transport, json.dumps({"said": said, "error": error}))
-    votes = [json.loads(text) for text in pool]
+    everyone, _ = said_by_all(plan.transport, json.dumps({"said": said, "error": error}))
     broken = errors_in(everyone)
     if broken:
         rank, text = next(iter(broken.items()))
@@ -154,14 +153,15 @@ def _agree(
             rule="every rank's arguments are usable",
             remedy="see the error of that rank",
         ) from failure
-    first = votes[0]["said"]
-    for rank, vote in enumerate(votes):
-        differ = [key for key in first if vote["said"].get(key) != first[key]]
+    votes = {rank: json.loads(text)["said"] for rank, text in sorted(everyone.items())}
+    lowest, first = min(votes), votes[min(votes)]
+    for rank, vote in votes.items():
+        differ = [key for key in first if vote.get(key) != first[key]]
         if differ:
             raise InputError(
                 "ranks make different calls",
                 values=", ".join(
-                    f"{key}: rank 0 {first[key]!r}, rank {rank} {vote['said'].get(key)!r}" for key in differ
+                    f"{key}: rank {lowest} {first[key]!r}, rank {rank} {vote.get(key)!r}" for key in differ
                 ),
                 rule="every rank of the pool makes the same calls; one without samples with Batch.empty()",
                 remedy="pass the same plan, normalizer and options everywhere",

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_augtree.mcore import pretrain
+from megatron_augtree.mcore.megatron_lm import pretrain
 from megatron_augtree.mcore.patches import Patch, Registry
 
 

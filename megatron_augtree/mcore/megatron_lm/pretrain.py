@@ -19,7 +19,7 @@ refuses more, and rows of a pack are exchanged by AugTree alone.
 **Loss.** As everywhere in AugTree it is normalised by the step's own denominators. Megatron is told to scale
 nothing (``--calculate-per-token-loss``, and no tokens), so numbers equal those of `examples/pretrain_gpt.py`.
 
-`pretrain_patches.py` has the patches that call the hooks; those who vendor Megatron-LM call them from its
+`megatron_lm/patches.py` has the patches that call the hooks; those who vendor Megatron-LM call them from its
 source (`patches/README.md`). What is called twice, by hand and by a patch, does its work once. Without a mode
 every hook does nothing.
 """
@@ -44,14 +44,14 @@ from megatron_augtree.mcore.arguments import add_augtree_arguments, augtree_conf
 from megatron_augtree.mcore.ddp import config_of
 from megatron_augtree.mcore.launch import agree
 from megatron_augtree.mcore.layer_spec import prepare_model
-from megatron_augtree.mcore.patches import refuse_mindspeed
-from megatron_augtree.mcore.pretrain_flags import (
+from megatron_augtree.mcore.megatron_lm.flags import (
     add_data_arguments,
     check_loop,
     check_stray,
     fitted,
     read_splits,
 )
+from megatron_augtree.mcore.patches import refuse_mindspeed
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.rl.losses import LossConfig

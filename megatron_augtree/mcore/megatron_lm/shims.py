@@ -135,7 +135,7 @@ _early, _late = Registry([_PYTHON]), Registry(SHIMS)
 def script_shims() -> Iterator[None]:
     """The shims of `mcore/cpu.py` and of this file for the length of a block.
 
-    ``megatron.training`` can be imported by then (`mcore/pretrain.py` puts its folder on the path).
+    ``megatron.training`` can be imported by then (`script.py` puts its folder on the path).
 
     Raises:
         UnsupportedError: CUDA works here, or a target is missing.

@@ -23,12 +23,12 @@ import torch
 from megatron.core import package_info
 
 from megatron_augtree.config import AugTreeError, InputError, UnsupportedError
-from megatron_augtree.mcore import pretrain
-from megatron_augtree.mcore.cpu_script import script_shims
 from megatron_augtree.mcore.launch import USER_ERROR, RankParser, env_world
+from megatron_augtree.mcore.megatron_lm import pretrain
+from megatron_augtree.mcore.megatron_lm.patches import REGISTRY
+from megatron_augtree.mcore.megatron_lm.shims import script_shims
+from megatron_augtree.mcore.megatron_lm.voice import say
 from megatron_augtree.mcore.patches import refuse_mindspeed, release
-from megatron_augtree.mcore.pretrain_patches import REGISTRY
-from megatron_augtree.mcore.voice import say
 
 REPORT = "--augtree-report"
 
