@@ -291,7 +291,7 @@ class _Run(PassRunner):
 
 
 class Shares:
-    """Shares of the loss and of metrics, call by call. No call waits for the device: `read` does, at the end."""
+    """Shares of the loss and of metrics, call by call: only `read`, at the end, waits for the device."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []

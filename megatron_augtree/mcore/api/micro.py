@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_augtree.config import UnsupportedError
+from megatron_augtree.config import InputError, UnsupportedError
 from megatron_augtree.mcore.api.handle import Handle
 from megatron_augtree.mcore.api.heads import Head, choose_head
 from megatron_augtree.mcore.api.model import ModelCall, model_call
@@ -105,7 +105,17 @@ def forward(handle: Handle, mb: MicroBatch, *, head: Head | None = None, entropy
 
     Returns:
         The samples ``mb.index``, whole.
+
+    Raises:
+        InputError: a micro-batch of another model's plan.
     """
+    if mb.plan.handle is not handle:
+        raise InputError(
+            "a micro-batch is run with another model",
+            values=f"micro-batch {mb.number} of a plan that was made for another handle",
+            rule="a plan, and its micro-batches, belong to one handle",
+            remedy="plan(handle, batch, like=plan) gives another model the same placement",
+        )
     call = _call(mb.plan, head, entropy)
     if mb.plan.plan is None:
         return _stock(call, mb)

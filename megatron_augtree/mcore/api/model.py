@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,13 @@ class ModelCall:
         step: the plan.
         head: what is kept of logits.
         columns: how its values lie in a tensor, the same on every rank.
+        failures: what the head raised. Other ranks wait for values, so they get some, and are told at the end.
     """
 
     step: StepPlan
     head: Head
     columns: Columns
+    failures: list[Exception] = field(default_factory=list)
 
     @property
     def like(self) -> Tensor:
@@ -68,7 +70,7 @@ class ModelCall:
 
         def score(logits: Tensor, rows: Tensor) -> Tensor:
             warm = heat[rows] if isinstance(heat, Tensor) else heat
-            return self.columns.pack(self.head(logits, Rows(rows, targets[rows], warm, local.pass_id)))
+            return self._values(logits, Rows(rows, targets[rows], warm, local.pass_id))
 
         packed = AugTreePackedSeqParams(
             positions=local.positions,
@@ -88,7 +90,7 @@ class ModelCall:
         ids = to_device(sample.tokens[:-1], handle.device)
         ids = torch.nn.functional.pad(ids, (0, -len(ids) % parts)).unsqueeze(0)
         logits = handle.model(ids, torch.arange(ids.shape[1], device=handle.device).unsqueeze(0), None)
-        return self.columns.pack(self.head(*self._of_sample(logits[0], sample, number)))
+        return self._values(*self._of_sample(logits[0], sample, number))
 
     def idle(self) -> Tensor:
         """[0, k] values of no row, connected to the stock model's parameters."""
@@ -98,7 +100,17 @@ class ModelCall:
         ids = torch.zeros((1, parts), dtype=torch.int64, device=handle.device)
         logits = handle.model(ids, torch.zeros_like(ids), None)
         none = ids.new_empty(0)
-        return self.columns.pack(self.head(logits[0, :0], Rows(none, none, 1.0)))
+        return self._values(logits[0, :0], Rows(none, none, 1.0))
+
+    def _values(self, logits: Tensor, rows: Rows) -> Tensor:
+        """[n, k] values that the head keeps of logits [n, V / tp]."""
+        try:
+            values = self.head(logits, rows)
+            _check_values(values, len(logits), self.columns)
+            return self.columns.pack(values)
+        except Exception as error:
+            self.failures.append(error)
+            return (logits[:, :1] * 0).to(self.columns.dtype).expand(-1, self.columns.width)
 
     def _of_sample(self, logits: Tensor, sample: Sample, number: int) -> tuple[Tensor, Rows]:
         row = to_device(np.flatnonzero(sample.computed), logits.device)
@@ -121,19 +133,26 @@ def model_call(step: StepPlan, head: Head) -> ModelCall:
     none = torch.empty(0, dtype=torch.int64, device=handle.device)
     with torch.no_grad():
         values: Any = head(logits, Rows(none, none, 1.0))
+    _check_values(values, 0)
+    return ModelCall(step, head, Columns.of(values, accumulation_dtype(dtype)))
+
+
+def _check_values(values: Any, count: int, columns: Columns | None = None) -> None:
+    """Fails where a head returned something else than entries of `count` rows, or than it did before."""
     good = (
         isinstance(values, dict)
         and values
-        and all(isinstance(v, Tensor) and v.dim() and not len(v) for v in values.values())
+        and all(isinstance(v, Tensor) and v.dim() and len(v) == count for v in values.values())
+        and (columns is None or columns.fit(values))
     )
     if not good:
         raise AugTreeError(
             "a head returns something else than values of rows",
-            values=_said(values),
-            rule="head(logits [n, V], rows) -> {name: [n, ...]}, also for n = 0",
+            values=f"{_said(values)}, for {count} rows",
+            rule="head(logits [n, V], rows) -> {name: [n, ...]}, with the same names and shapes of a row for "
+            "every n, also for n = 0",
             remedy="return a dictionary of tensors with one entry a row",
         )
-    return ModelCall(step, head, Columns.of(values, accumulation_dtype(dtype)))
 
 
 def _said(values: Any) -> str:

@@ -139,6 +139,12 @@ class Columns:
     def width(self) -> int:
         return sum(self.sizes)
 
+    def fit(self, values: dict[str, Tensor]) -> bool:
+        """Whether values have these names, shapes of a row and kinds of numbers."""
+        given = {k: (tuple(v.shape[1:]), v.is_floating_point()) for k, v in values.items()}
+        kinds = [kind.is_floating_point for kind in self.dtypes]
+        return given == dict(zip(self.names, zip(self.shapes, kinds)))
+
     def pack(self, values: dict[str, Tensor]) -> Tensor:
         """name -> [n, ...] as [n, width]."""
         return torch.cat(

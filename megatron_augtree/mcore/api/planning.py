@@ -72,25 +72,20 @@ def plan(
         InputError: some rank's batch cannot be used; the same on every rank.
         InfeasiblePlanError: no plan fits the limits; the same on every rank.
     """
-    if scope not in SCOPES:
-        raise AugTreeError(
-            "unknown scope",
-            values=f"scope={scope!r}",
-            rule=f"one of {', '.join(SCOPES)}",
-            remedy="correct the argument",
-        )
-    transport = handle.transport(scope)
+    transport = handle.transport(scope if scope in SCOPES else "pool")
     samples, blob, error, failure = [], b"", "", None
     try:
+        _check_arguments(scope, max_rows)
         samples = check_batch(batch, handle.language_model.vocab_size)
         blob = encode(samples)
         error = _unlike(like, scope, handle, blob) if like is not None else ""
     except Exception as found:  # whatever it is, other ranks wait for this one
         failure, error = found, described(found)
     call = {
+        "call": "plan",
         "scope": scope,
-        "like": like.stats.get("digest", "") if like is not None else None,
-        "max_rows": max_rows,
+        "like": like.stats["digest"] if isinstance(like, StepPlan) else None,
+        "max_rows": repr(max_rows),
         "config": str(handle.config),
     }
     size = [len(blob), len(samples)]
@@ -111,7 +106,21 @@ def plan(
     return made
 
 
+def _check_arguments(scope: str, max_rows: int | None) -> None:
+    good = (
+        (scope in SCOPES, f"scope={scope!r}", f"scope is one of {', '.join(SCOPES)}"),
+        (max_rows is None or isinstance(max_rows, int), f"max_rows={max_rows!r}", "max_rows is None or an int"),
+    )
+    for holds, values, rule in good:
+        if not holds:
+            raise AugTreeError(
+                "an argument of plan is of no use", values=values, rule=rule, remedy="correct the argument"
+            )
+
+
 def _unlike(like: StepPlan, scope: str, handle: Handle, blob: bytes) -> str:
+    if not isinstance(like, StepPlan):
+        raise no_plan("like", like)
     rules = (
         ((like.plan is None) == (handle.fallback is not None), "a model that runs stock, or the other way"),
         (like.plan is None or like.plan.world == handle.transport(scope).world, "a pool of another size"),
@@ -128,6 +137,16 @@ def _unlike(like: StepPlan, scope: str, handle: Handle, blob: bytes) -> str:
             rule="its samples have the same tokens, masks, salts, groups and temperatures, in the same order",
             remedy="plan anew, or give the same samples",
         )
+    )
+
+
+def no_plan(name: str, given: object) -> InputError:
+    """What is wrong with an argument that is something else than a `StepPlan`."""
+    return InputError(
+        "an argument is not a plan",
+        values=f"{name} = {type(given).__name__}",
+        rule="it is a StepPlan",
+        remedy="pass what plan(handle, batch) returned",
     )
 
 

@@ -16,12 +16,11 @@ from megatron_augtree.mcore.api.heads import Head, choose_head
 from megatron_augtree.mcore.api.losses import Losses, check_groups
 from megatron_augtree.mcore.api.model import ModelCall, model_call
 from megatron_augtree.mcore.api.outputs import LossFn, Outputs, StepOutput, make_outputs
-from megatron_augtree.mcore.api.planning import described, errors_in, fingerprint
+from megatron_augtree.mcore.api.planning import described, errors_in, fingerprint, no_plan
 from megatron_augtree.mcore.api.shadow import Shadow, play_stock
 from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.ddp import finalize_gradients, gather_parameters, no_sync
 from megatron_augtree.runtime.routing import Reading, RoutedRun
-from megatron_augtree.runtime.transport import Transport
 
 LOSS_SCOPES = ("sequence", "group")
 
@@ -49,7 +48,7 @@ def forward_logprobs(
     call = _agree(handle, batch, plan, head, "metric" if entropy else "off", {"call": "forward_logprobs"})
     losses = Losses(plan, call.columns, None, 0.0, by_group=False)
     _play(call, losses, forward_only=True)
-    _share_result(plan.transport, losses)
+    _share_result(call, losses)
     return _outputs(call, losses)
 
 
@@ -95,16 +94,17 @@ def forward_backward(
 
     Raises:
         InputError: some rank made another call, or a group cannot be evaluated together.
-        AugTreeError: the loss function failed, or returned something else than two values.
+        AugTreeError: the loss function or the head failed, or returned something else than two values.
     """
     said = {
         "call": "forward_backward",
-        "normalizer": float(normalizer),
+        "normalizer": normalizer,
         "loss_scope": loss_scope,
         "forward_only": forward_only,
         "finalize": finalize,
     }
     call = _agree(handle, batch, plan, head, entropy, said)
+    normalizer = float(normalizer)
     by_group = loss_scope == "group"
     if by_group:
         check_groups(plan)
@@ -118,7 +118,7 @@ def forward_backward(
     shadow = Shadow.due(handle, call, losses, forward_only, finalize)
     with no_sync(handle.model):
         _play(call, losses, forward_only)
-        loss, metrics = _share_result(plan.transport, losses)
+        loss, metrics = _share_result(call, losses)
         if shadow is not None:
             shadow.run()
     if finalize and not forward_only:
@@ -134,16 +134,16 @@ def _agree(
     """Checks this rank's call, and that all ranks of the scope make the same; errors are raised on all."""
     call, error, failure = None, "", None
     try:
+        if "normalizer" in said:
+            said = {**said, "normalizer": float(said["normalizer"])}
         call = _check(handle, batch, plan, head, entropy, said)
+        said = {**said, "digest": plan.stats["digest"], "entropy": entropy, "columns": str(call.columns)}
+        text = json.dumps({"call": said, "error": ""})
     except Exception as found:  # whatever it is, other ranks wait for this one
         failure, error = found, described(found)
-    said = {
-        **said,
-        "digest": plan.stats["digest"],
-        "entropy": entropy,
-        "columns": str(call.columns) if call is not None else "",
-    }
-    everyone, _ = said_by_all(plan.transport, json.dumps({"said": said, "error": error}))
+        text = json.dumps({"call": {"call": said["call"]}, "error": error})
+    transport = plan.transport if isinstance(plan, StepPlan) else handle.transport("pool")
+    everyone, _ = said_by_all(transport, text)
     broken = errors_in(everyone)
     if broken:
         rank, text = next(iter(broken.items()))
@@ -153,7 +153,7 @@ def _agree(
             rule="every rank's arguments are usable",
             remedy="see the error of that rank",
         ) from failure
-    votes = {rank: json.loads(text)["said"] for rank, text in sorted(everyone.items())}
+    votes = {rank: json.loads(text)["call"] for rank, text in sorted(everyone.items())}
     lowest, first = min(votes), votes[min(votes)]
     for rank, vote in votes.items():
         differ = [key for key in first if vote.get(key) != first[key]]
@@ -195,6 +195,8 @@ def _check(
             rule="a backward needs one",
             remedy="call forward_logprobs, or pass forward_only=True",
         )
+    if not isinstance(plan, StepPlan):
+        raise no_plan("plan", plan)
     given = fingerprint(encode(check_batch(batch, handle.language_model.vocab_size)))
     if plan.handle is not handle or plan.fingerprint != given:
         raise InputError(
@@ -222,20 +224,23 @@ def _play(call: ModelCall, losses: Losses, forward_only: bool) -> None:
     RoutedRun(call.engine(), plan.routing, answer, call.like, forward_only).play()
 
 
-def _share_result(transport: Transport, losses: Losses) -> tuple[float, dict[str, float]]:
-    """Loss and metrics over all ranks; an error of any loss function on all of them.
+def _share_result(call: ModelCall, losses: Losses) -> tuple[float, dict[str, float]]:
+    """Loss and metrics over all ranks; an error of any loss function or head on all of them.
 
     Raises:
-        AugTreeError: a loss function failed somewhere.
+        AugTreeError: a loss function or a head failed somewhere.
     """
-    texts = [json.loads(text) for text in transport.same(losses.to_json())]
+    if call.failures:
+        losses.failure = call.failures[0]  # whatever the loss function made of its values
+    texts = [json.loads(text) for text in call.step.transport.same(losses.to_json())]
     broken = {rank: text["error"] for rank, text in enumerate(texts) if text["error"]}
     if broken:
         rank, text = next(iter(broken.items()))
         raise AugTreeError(
-            "a loss function failed",
+            "a loss function or a head failed",
             values=f"ranks {sorted(broken)}; on rank {rank}: {text}",
-            rule="loss_fn(outputs) -> (additive share of the loss, metrics), scalars",
+            rule="loss_fn(outputs) -> (additive share of the loss, metrics), scalars; "
+            "head(logits [n, V], rows) -> {name: [n, ...]}, of one shape and type for every n",
             remedy="mend it; gradients of this call are not usable: zero the buffers before the next",
         ) from losses.failure
     return Losses.total(texts)
