@@ -36,7 +36,7 @@ SUPPORTED: dict[str, list[str]] = {
         "tests/distributed/test_processes.py::test_case"],
     "frozen parameters: adapters only, top layers only, frozen embedding": [
         MATRIX, "tests/mcore/test_api.py::test_frozen_parameters"],
-    "`GPTModel` of megatron-core 0.16 to 0.19: GQA, QK norm, biases, SwiGLU, tied embeddings": [
+    "`GPTModel` of megatron-core 0.16.1 and 0.19.2: GQA, QK norm, biases, SwiGLU, tied embeddings": [
         "tests/mcore/test_binding.py::test_tree_equals_unshared"],
     "partial and interleaved rotary, YaRN, llama-3 scaling, no rotary; unequal key and value widths": [
         "tests/mcore/test_models.py::test_models_equal_the_unshared_run"],
@@ -51,6 +51,9 @@ SUPPORTED: dict[str, list[str]] = {
     "checkpoints, also `torch_dist`, that go on in other modes and on other ranks": [
         "tests/mcore/test_dist_checkpoints.py::test_the_next_step_is_that_of_the_run_that_saved",
         "tests/mcore/test_checkpoints.py::test_resumes_on_other_ranks_and_in_another_mode"],
+    "a team's GRPO loop: filtering, SFT mix, mini-epochs, KL, TP 2 x 2, resume, shadow checks": [
+        "tests/mcore/test_grpo_team.py::test_the_reward_curve_is_the_stock_runs",
+        "tests/mcore/test_grpo_team.py::test_an_interrupted_run_continues_with_the_same_bits"],
     "SmolLM2-135M from its GGUF file": ["tests/mcore/test_pretrained.py::test_shared_prompt"],
     "GRPO, Dr. GRPO, DAPO, GSPO, dual clip, KL k1/k2/k3, entropy, temperature; four aggregations": [
         "tests/unit/test_losses.py::test_gradients_equal_finite_differences_of_the_oracle"],

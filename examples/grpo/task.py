@@ -40,20 +40,27 @@ class Question:
     answer: int
 
 
-def make_question(draw: random.Random) -> Question:
-    """A new question; each key is stated about equally often, in random order."""
+def make_question(draw: random.Random, prompt_tokens: tuple[int, int] | None = None) -> Question:
+    """A new question; each key is stated about equally often, in random order.
+
+    Args:
+        draw: random state.
+        prompt_tokens: shortest and longest prompt; ``PROMPT_TOKENS`` where it is None.
+    """
     table = [draw.randrange(VALUES) for _ in range(KEYS)]
-    keys = [i % KEYS for i in range(draw.randint(*PROMPT_TOKENS) - 1)]
+    keys = [i % KEYS for i in range(draw.randint(*(prompt_tokens or PROMPT_TOKENS)) - 1)]
     draw.shuffle(keys)
     asked = draw.randrange(KEYS)
     statements = (_STATEMENT + key * VALUES + table[key] for key in keys)
     return Question((*statements, _QUESTION + asked), table[asked])
 
 
-def questions_of_step(seed: int, step: int, count: int) -> list[Question]:
+def questions_of_step(
+    seed: int, step: int | str, count: int, prompt_tokens: tuple[int, int] | None = None
+) -> list[Question]:
     """The questions of one step: the same on every rank, new in every step."""
     draw = random.Random(f"questions {seed} {step}")
-    return [make_question(draw) for _ in range(count)]
+    return [make_question(draw, prompt_tokens) for _ in range(count)]
 
 
 def shuffle_prompts(questions: Sequence[Question]) -> list[Question]:
@@ -65,9 +72,14 @@ def shuffle_prompts(questions: Sequence[Question]) -> list[Question]:
     return [replace(q, prompt=(*other.prompt[:-1], q.prompt[-1])) for q, other in zip(questions, others)]
 
 
-def is_over(response: Sequence[int]) -> bool:
+def has_answered(response: Sequence[int]) -> bool:
+    """Whether the response has ended by itself, with a value."""
+    return len(response) > 0 and response[-1] < VALUES
+
+
+def is_over(response: Sequence[int], limit: int = RESPONSE_TOKENS) -> bool:
     """Whether the response has ended: with a value, or at its limit."""
-    return len(response) == RESPONSE_TOKENS or (len(response) > 0 and response[-1] < VALUES)
+    return len(response) == limit or has_answered(response)
 
 
 def is_right(question: Question, response: Sequence[int]) -> bool:
@@ -78,3 +90,37 @@ def is_right(question: Question, response: Sequence[int]) -> bool:
 def reward(question: Question, response: Sequence[int]) -> float:
     """1 for the answer, 0.1 less for every token before it; 0 for any other response."""
     return 1 - 0.1 * (len(response) - 1) if is_right(question, response) else 0.0
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """The task at a size of one's own: what ``team.py`` asks of a task.
+
+    Attributes:
+        prompt_tokens: shortest prompt; the longest has an eighth more.
+        response_tokens: longest response.
+    """
+
+    prompt_tokens: int
+    response_tokens: int = RESPONSE_TOKENS
+
+    def questions(self, seed: int, step: int | str, count: int) -> list[Question]:
+        """The questions of a step, the same on every rank; `step` may also be a word, for other questions."""
+        longest = self.prompt_tokens + self.prompt_tokens // 8
+        return questions_of_step(seed, step, count, (self.prompt_tokens, longest))
+
+    def is_over(self, response: Sequence[int]) -> bool:
+        """Whether sampling ends behind this response."""
+        return is_over(response, self.response_tokens)
+
+    def has_answered(self, response: Sequence[int]) -> bool:
+        """Whether it ended by itself, not at its limit."""
+        return has_answered(response)
+
+    def reward(self, question: Question, response: Sequence[int]) -> float:
+        """By rule: see the module's `reward`."""
+        return reward(question, response)
+
+    def gold(self, question: Question) -> tuple[int, ...]:
+        """The best response, for supervised fine-tuning."""
+        return (question.answer,)

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megatron_augtree.mcore.rotary import PackSlot
 
@@ -63,8 +63,10 @@ class ScoredProjection:
             columns = project(*pieces[0])
         else:
             # The projection draws no random number, so no generator state has to be kept.
-            columns = torch.cat([checkpoint(project, *piece, use_reentrant=False, preserve_rng_state=False)
-                                 for piece in pieces])
+            # Without the early stop: it ends `score` by an exception, which a score may take for its own.
+            how = {"use_reentrant": False, "preserve_rng_state": False}
+            with set_checkpoint_early_stop(False):
+                columns = torch.cat([checkpoint(project, *piece, **how) for piece in pieces])
         return columns.unsqueeze(1), None
 
     def _gathered(self, hidden: Tensor) -> tuple[Tensor, float]:

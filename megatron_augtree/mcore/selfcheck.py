@@ -52,13 +52,18 @@ def check_release(version: str) -> None:
     warnings.warn(f"AugTree was tested with megatron-core {known}, this is {version}: "
                   "comparing a small model with stock first")
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "megatron_augtree.mcore.selfcheck"], capture_output=True, text=True,
-        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, timeout=_TIMEOUT_S)
-    if ended.returncode:
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "megatron_augtree.mcore.selfcheck"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
+        failure = ended.stderr.strip()[-2000:] if ended.returncode else ""
+    except subprocess.TimeoutExpired:
+        failure = f"no answer in {_TIMEOUT_S} s"
+    if failure:
         raise UnsupportedError(
             "AugTree does not agree with this release of megatron-core",
-            values=f"megatron-core {version}: {ended.stderr.strip()[-2000:]}",
+            values=f"megatron-core {version}: {failure}",
             rule=f"under other releases than {known} a bound model has to equal the stock model first",
             remedy="install one of these releases, or leave --context-parallel-mode out",
         )

@@ -77,6 +77,7 @@ _COMMON = [
     {"do": "data", "name": "take and put"},
     {"do": "group_loss", "name": "a loss over groups, and groups that are apart"},
     {"do": "errors", "name": "errors of one rank are raised on all"},
+    {"do": "strangers", "name": "a call of one rank alone is an error on all"},
     {"do": "nobody", "name": "no samples anywhere, and samples without a valid token"},
     {"do": "shadow", "name": "a shadow run changes no bit"},
     {"do": "fallback", "name": "a model that AugTree refuses runs stock"},

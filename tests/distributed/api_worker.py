@@ -364,6 +364,46 @@ class ApiWorker(ApiRank):
         assert api.forward_backward(handle, batch, plan, loss, normalizer=tokens).loss
         return {"message": "\n".join(messages)}
 
+    def strangers(self) -> dict:
+        """What one rank alone calls, or gives to a call, is an error on every rank; the next call works."""
+        groups, _ = self.lab.data("several")
+        batch, loss, tokens = batch_of(groups, self.deal(groups, "in turn"))
+        handle = self.handle("two copies")
+        plan, other = api.plan(handle, batch), self.rank == 1
+
+        def step(given=plan, loss_fn=loss, **how):
+            return api.forward_backward(handle, batch, given, loss_fn, **{"normalizer": tokens, **how})
+
+        def breaks(logits, rows):
+            if other and len(logits):
+                raise ZeroDivisionError("in the trainer's head")
+            return {"logprobs": logits[:, 0]}
+
+        def named(outputs):
+            return loss(outputs)[0], {1: 2.0} if other else {}
+
+        taken = [t.double() for t in batch.tokens]
+        texts = [
+            refused(lambda: step(normalizer=None if other else tokens), "ranks [1]; of rank 1: TypeError"),
+            refused(lambda: step(plan.plan if other else plan), "ranks [1]; of rank 1: an argument is not"),
+            refused(lambda: step(loss_fn=None if other else loss), "ranks [1]; of rank 1: the loss function"),
+            refused(lambda: step(loss_fn=named), "ranks [1]; on rank 1: AugTreeError: a loss function's met"),
+            refused(lambda: step(head=breaks), "ranks [1]; on rank 1: ZeroDivisionError"),
+            refused(
+                lambda: api.plan(handle, batch, scope="all" if other else "pool"), "of rank 1: an argument"
+            ),
+            refused(
+                lambda: api.plan(handle, batch, like=plan.plan if other else plan), "of rank 1: an argument"
+            ),
+        ]
+        refused(lambda: step() if other else api.plan(handle, batch), "'forward_backward'")
+        refused(lambda: step() if other else api.forward_logprobs(handle, batch, plan), "different calls")
+        refused(lambda: plan.take(taken, 0) if other else step(), "take")
+        refused(lambda: plan.take(taken, 0) if other else api.plan(handle, batch), "take")
+        handle.model.zero_grad_buffer()
+        assert step().loss
+        return {"message": "\n".join(texts)}
+
     def nobody(self) -> dict:
         """Zero gradients, not NaN and not None."""
         handle = self.handle()
@@ -432,6 +472,20 @@ class ApiWorker(ApiRank):
         errors["tier 1"] = f.err(reduced_gradients(handle.model), want.grads)
         ((reason, count),) = handle.report()["fallback"].items()
         assert "attention-dropout" in reason and count == 2 and out.stats["fallback"] == reason
+        refused(
+            lambda: api.forward_backward(handle, batch, step, loss, normalizer=1, loss_scope="group"),
+            "given by different ranks",
+        )
+        whole, _, _ = batch_of(groups, self.deal(groups, "groups"))
+        sizes = []
+
+        def by_group(outputs):
+            sizes.append(len(outputs.index))
+            return outputs.values["logprobs"].sum(), {}
+
+        step = api.plan(handle, whole)
+        api.forward_backward(handle, whole, step, by_group, normalizer=1, loss_scope="group")
+        assert sizes == [len(g.responses) for i, g in enumerate(groups) if i % self.world == self.rank]
         return {"errors": errors}
 
     def conformance(self, trainer: str) -> dict:

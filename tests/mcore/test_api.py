@@ -204,6 +204,35 @@ def test_heads_that_are_none(lab, head, error, text):
     assert text in str(found.value)
 
 
+@pytest.mark.parametrize("head, text", [
+    (lambda logits, rows: {"x": logits[:, : 3 if len(logits) else 5]}, ", 3], for "),
+    (lambda logits, rows: {"x": logits[: max(len(logits) - 1, 0), 0]}, "x: ["),
+    (lambda logits, rows: {"x" if len(logits) else "y": logits}, "x: ["),
+    (lambda logits, rows: {"x": logits[:, 0] if len(logits) else rows.targets}, "x: ["),
+    (lambda logits, rows: {"x": logits[[0] * (len(logits) > 0)].sum(1)[rows.index]}, "IndexError"),
+])
+@pytest.mark.parametrize("mib", [1, 256])
+def test_a_head_that_fails_on_rows(lab, head, text, mib):
+    """What it did without a row does not bind it: the call ends, is an error, and the next one works."""
+    handle, batch = make_handle(lab), samples()
+    plan = api.plan(handle, batch)
+    with pytest.raises(AugTreeError, match="head") as found:
+        api.forward_logprobs(handle, batch, plan, head=head)
+    assert text in str(found.value)
+    with pytest.raises((AugTreeError, IndexError)):
+        api.forward(handle, next(api.microbatches(plan)), head=head)
+    assert len(api.forward_logprobs(handle, batch, plan).values["logprobs"])
+
+
+def test_a_head_may_keep_nothing_of_a_row(lab):
+    handle, batch = make_handle(lab), samples()
+    plan = api.plan(handle, batch)
+    found = api.forward_logprobs(
+        handle, batch, plan, head=lambda logits, rows: {"none": logits[:, :0], "one": logits[:, 0]}
+    )
+    assert found.values["none"].shape == (len(found.values["one"]), 0)
+
+
 FROZEN = {
     "embedding": lambda name: name.startswith("embedding."),
     "all but the top layer": lambda name: "layers.1." not in name,

@@ -80,6 +80,7 @@ def test_rows_that_are_held_and_rows_that_are_computed():
     ({"salt": [torch.zeros(n) for n in (5, 4, 1, 3)]}, "2 tokens, 3 salts"),
     ({"salt": [torch.zeros(5), torch.zeros(4, 2), torch.zeros(1), torch.zeros(2)]},
      "salts of [1, 2] columns"),
+    ({"salt": [torch.full((n,), 0.5) for n in (5, 4, 1, 2)]}, "salts of torch.float32 with fractions"),
     ({"temperature": [1.0, 0.5, 0.0, 1.0]}, "sample 2: temperature 0.0"),
     ({"temperature": math.inf}, "temperature inf"),
     ({"group": ["a"]}, "group of 1"),
@@ -116,6 +117,17 @@ def test_keys_mean_the_same_everywhere_and_no_key_stands_alone():
     there = check_batch(_batch(group=["b", None, "c", "a"]), 10)
     numbers = group_numbers([*here, *there], [0] * 4 + [1] * 4)
     assert numbers == [0, 1, 2, 3, 1, 4, 5, 0]
+
+
+def test_a_key_of_numpy_or_torch_is_that_of_python():
+    for key in (7, "a"):
+        given = [key, np.array([key])[0], key if key == "a" else torch.tensor(key), np.array(key)]
+        assert len({s.group for s in check_batch(_batch(group=given), 10)}) == 1
+
+
+def test_ids_with_fractions_are_none():
+    with pytest.raises(InputError, match="tokens of torch.float32 with fractions"):
+        check_batch(Batch([torch.tensor([1.0, 2.5])], [torch.tensor([True])]), 10)
 
 
 def test_temperatures_part_scored_rows_only():

@@ -79,7 +79,11 @@ def test_prepare_is_idempotent_and_restores(lab):
     plan = api.plan(handle, batch)
     with pytest.raises(AugTreeError, match="call prepare_model again with the wrapped model"):
         api.forward_backward(handle, batch, plan, total, normalizer=1)
-    assert api.prepare_model([ddp], AugTreeConfig()) is handle and handle.model is ddp
+    with pytest.raises(AugTreeError, match="a second time with other settings"):
+        api.prepare_model([ddp], AugTreeConfig(mode="ring"))
+    with pytest.raises(AugTreeError, match="a setting that the API does not use"):
+        api.prepare_model(f.build_model(lab.args, augtree=False), AugTreeConfig(trace_dir="traces"))
+    assert api.prepare_model([ddp], handle.config) is handle and handle.model is ddp
     api.forward_backward(handle, batch, plan, total, normalizer=1)
     handle.restore()
     handle.restore()
@@ -131,6 +135,15 @@ def test_the_report_counts(lab):
     (lambda h, b, p: api.forward_backward(h, b, p, total, normalizer=1, entropy="grad", head=api.value_head),
      "a head and an entropy"),
     (lambda h, b, p: api.forward_logprobs(h, api.Batch.empty(), p), "other samples"),
+    (lambda h, b, p: api.plan(h, b, max_rows="3"), "max_rows='3'"),
+    (lambda h, b, p: api.plan(h, b, like=p.plan), "like = Plan"),
+    (lambda h, b, p: api.forward_logprobs(h, b, p.plan), "plan = Plan"),
+    (lambda h, b, p: api.forward_backward(h, b, p, total, normalizer=None), "NoneType"),
+    (lambda h, b, p: api.forward_backward(h, b, p, None, normalizer=1), "loss_fn is no function"),
+    (lambda h, b, p: api.forward_backward(h, b, p, lambda o: (1.5, {}), normalizer=1), "float, dict"),
+    (lambda h, b, p: api.forward_backward(h, b, p, lambda o: (total(o)[0], {1: 2.0}), normalizer=1),
+     "with keys [1]"),
+    (lambda h, b, p: api.forward_backward(h, b, p, lambda o: (total(o)[0], None), normalizer=1), "NoneType"),
     (lambda h, b, p: api.forward_backward(h, b, p, lambda o: o.values["logprobs"].sum(), normalizer=1),
      "1 values"),
 ])
@@ -140,6 +153,32 @@ def test_calls_that_cannot_be_played(lab, call, text):
     with pytest.raises(AugTreeError) as error:
         call(handle, batch, plan)
     assert text in str(error.value)
+
+
+def test_a_micro_batch_belongs_to_its_model(lab):
+    batch, actor, reference = samples(), make_handle(lab), make_handle(lab)
+    plan = api.plan(actor, batch)
+    with pytest.raises(AugTreeError, match="another model"):
+        api.forward(reference, next(api.microbatches(plan)))
+    again = api.plan(reference, batch, like=plan)
+    assert len(api.forward(reference, next(api.microbatches(again))).index) == len(batch.tokens)
+
+
+def test_a_restored_handle_is_refused_and_the_model_prepares_again(lab):
+    handle, batch = make_handle(lab), samples()
+    plan = api.plan(handle, batch)
+    micro_batch = next(api.microbatches(plan))
+    handle.restore()
+    for call in (
+        lambda: api.plan(handle, batch),
+        lambda: api.forward_logprobs(handle, batch, plan),
+        lambda: api.forward_backward(handle, batch, plan, total, normalizer=1),
+        lambda: api.forward(handle, micro_batch),
+    ):
+        with pytest.raises(AugTreeError, match="the handle was restored"):
+            call()
+    again = make_handle(lab, model=handle.language_model)
+    assert api.forward_backward(again, batch, api.plan(again, batch), total, normalizer=1).loss
 
 
 def test_like_is_for_the_same_samples_and_pool(lab):

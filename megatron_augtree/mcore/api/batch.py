@@ -181,7 +181,7 @@ def check_batch(batch: Batch, vocab_size: int) -> list[Sample]:
 
 
 def _sample(batch: Batch, i: int, vocab_size: int) -> Sample:
-    tokens = _array(batch.tokens[i], np.int64)
+    tokens = _integers(batch.tokens[i], "tokens", i)
     if tokens.ndim != 1 or not len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise _unfit(
             f"sample {i}: tokens {list(tokens.shape)}",
@@ -200,7 +200,7 @@ def _sample(batch: Batch, i: int, vocab_size: int) -> Sample:
             )
     salt = np.zeros((rows + 1, 0), np.int64)
     if batch.salt is not None:
-        salt = _array(batch.salt[i], np.int64).reshape(len(batch.salt[i]), -1)
+        salt = _integers(batch.salt[i], "salts", i).reshape(len(batch.salt[i]), -1)
         if len(salt) != rows + 1:
             raise _unfit(f"sample {i}: {rows + 1} tokens, {len(salt)} salts", "a salt has one entry a token")
     temperature = batch.temperature
@@ -212,6 +212,14 @@ def _sample(batch: Batch, i: int, vocab_size: int) -> Sample:
 
 def _array(values: Tensor, dtype: type) -> np.ndarray:
     return torch.as_tensor(values).detach().cpu().numpy().astype(dtype)
+
+
+def _integers(values: Tensor, name: str, i: int) -> np.ndarray:
+    """Whole numbers; cut to them, different salts or ids would be the same one."""
+    given = torch.as_tensor(values).detach().cpu()
+    if given.is_floating_point() and bool((given != given.round()).any()):
+        raise _unfit(f"sample {i}: {name} of {given.dtype} with fractions", f"{name} are whole numbers")
+    return _array(given, np.int64)
 
 
 def _mask(values: Tensor, name: str, i: int, rows: int) -> np.ndarray:
@@ -233,8 +241,11 @@ def _key(batch: Batch, i: int) -> int:
     """Where no key is given: the negative of a number that no other sample of this rank has."""
     if batch.group is None or batch.group[i] is None:
         return -1 - i
+    key = batch.group[i]
+    # A number or text of numpy or torch is the one of Python; their repr differs.
+    key = key.item() if hasattr(key, "item") else key
     # Not hash(): Python seeds it anew in every process.
-    return int.from_bytes(hashlib.sha256(repr(batch.group[i]).encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
 
 
 def _unfit(values: str, rule: str) -> InputError:

@@ -148,6 +148,20 @@ class Handle:
         plain = {k: n for k, n in self.counts.items() if not k.startswith("fallback/")}
         return {**plain, "fallback": fallbacks, "shadow": list(self.shadows)}
 
+    def check_bound(self) -> None:
+        """Fail where the model runs packs of ours no more.
+
+        Raises:
+            AugTreeError: the handle was restored.
+        """
+        if getattr(self.language_model, "augtree_api", None) is not self:
+            raise AugTreeError(
+                "the handle was restored",
+                values=f"handle of a {type(self.language_model).__name__}",
+                rule="restore() takes everything off the model, which is stock again",
+                remedy="call prepare_model again, and use the handle that it returns",
+            )
+
     def restore(self) -> None:
         """Take everything off the model again; a second call does nothing."""
         if self._bound is not None:
@@ -169,7 +183,7 @@ def prepare_model(
     """Bind a built model: attention, rotary embedding and output layer run packs of ours, all else is stock.
 
     Call it before or after wrapping in DDP or Float16Module; where it was called before, call it again
-    afterwards, so that the handle knows the wrapper: the same handle is returned.
+    afterwards, with the same config, so that the handle knows the wrapper: the same handle is returned.
 
     Args:
         chunks: the model, or a list of one.
@@ -182,14 +196,16 @@ def prepare_model(
 
     Raises:
         UnsupportedError: the model has something that AugTree does not compute exactly.
-        AugTreeError: several chunks.
+        AugTreeError: several chunks, settings that only launchers use, or other settings than before.
     """
     model = _only_chunk(chunks)
     inner = _unwrapped(model)
     handle = getattr(inner, "augtree_api", None)
     if handle is not None:
+        _check_again(handle, config)
         handle.model = model if model is not inner else handle.model
         return handle
+    _check_settings(config)
     bound, reason = None, None
     try:
         bound = layer_spec.prepare_model(model, logit_chunk_mib=config.logit_chunk_mib)
@@ -205,6 +221,29 @@ def prepare_model(
     # A plain attribute of the module: no parameter, no state-dict key. The handle is no module.
     inner.augtree_api = handle
     return handle
+
+
+def _check_settings(config: AugTreeConfig) -> None:
+    given = {name: getattr(config, name) for name in ("plan_path", "trace_dir")}
+    unused = [f"{name}={value!r}" for name, value in given.items() if value]
+    if unused:
+        raise AugTreeError(
+            "a setting that the API does not use",
+            values=", ".join(unused),
+            rule="plans from files and traces belong to launchers",
+            remedy="leave it out",
+        )
+
+
+def _check_again(handle: Handle, config: AugTreeConfig) -> None:
+    """A second call only tells the handle of a wrapper: it may not seem to change settings."""
+    if config != handle.config:
+        raise AugTreeError(
+            "a model is prepared a second time with other settings",
+            values=f"{config}, before {handle.config}",
+            rule="the second call returns the first one's handle",
+            remedy="give the same settings, or call restore() on the handle first",
+        )
 
 
 def _only_chunk(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> torch.nn.Module:

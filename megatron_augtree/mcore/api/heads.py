@@ -118,6 +118,13 @@ def topk_head(k: int) -> Head:
 
     def head(logits: Tensor, rows: Rows) -> dict[str, Tensor]:
         shard = vocabulary_shard()
+        if not 0 < k <= logits.shape[-1] * shard.size:
+            raise AugTreeError(
+                "more tokens are asked for than there are",
+                values=f"topk_head({k}), a vocabulary of {logits.shape[-1] * shard.size}",
+                rule="k is at least 1 and at most the vocabulary",
+                remedy="correct k",
+            )
         logprobs = row_values(logits, rows.targets, temperature=rows.temperature, shard=shard)[:, 0]
         with torch.no_grad():
             scaled = _scaled(logits, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,15 +89,23 @@ class Losses:
             outputs = make_outputs(self.step.samples, found, part, self.columns)
             result: Any = self.loss_fn(outputs)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
-            count = len(result) if isinstance(result, tuple) else 1
+            given = result if isinstance(result, tuple) else (result,)
             raise AugTreeError(
-                "a loss function returned the wrong number of values",
-                values=f"{count} values",
-                rule="it returns (additive share of the loss, metrics): AugTree divides by the normalizer, "
-                "and scales nothing by tokens",
+                "a loss function returned something else than a loss and metrics",
+                values=f"{len(given)} values: {', '.join(type(value).__name__ for value in given)}",
+                rule="it returns (additive share of the loss, a tensor; metrics): AugTree divides by the "
+                "normalizer, and scales nothing by tokens",
                 remedy="drop the token count, and pass the pool's as normalizer=",
             )
         loss, metrics = result
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            raise AugTreeError(
+                "a loss function's metrics have no names",
+                values=type(metrics).__name__
+                + (f" with keys {list(metrics)[:4]}" if isinstance(metrics, Mapping) else ""),
+                rule="metrics is a dictionary: name -> scalar",
+                remedy="return (loss, {}) where there are none",
+            )
         self.shares.add(loss, metrics)
         if self.scale == 0 or not loss.requires_grad:
             return torch.zeros_like(part)
@@ -138,8 +146,15 @@ def check_groups(step: StepPlan) -> None:
         InputError: its samples were given by different ranks, or are complete at different times.
     """
     owners: dict[int, set[int]] = {}
-    for number, group in enumerate(step.groups):
-        owners.setdefault(group, set()).add(step.owners[number])
+    for group, rank in zip(step.groups, step.owners):
+        owners.setdefault(group, set()).add(rank)
+    if step.plan is None and step.scope == "pool":
+        # Nothing is planned together, so this rank knows the groups of its own samples only.
+        own = json.dumps(sorted({sample.group for sample in step.samples if sample.group >= 0}))
+        owners = {}
+        for rank, text in enumerate(step.transport.same(own)):
+            for group in json.loads(text):
+                owners.setdefault(group, set()).add(rank)
     apart = [ranks for ranks in owners.values() if len(ranks) > 1]
     if apart:
         raise InputError(

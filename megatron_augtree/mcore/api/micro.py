@@ -107,7 +107,8 @@ def forward(handle: Handle, mb: MicroBatch, *, head: Head | None = None, entropy
         The samples ``mb.index``, whole.
 
     Raises:
-        InputError: a micro-batch of another model's plan.
+        Exception: whatever the head raised, on its rank.
+        AugTreeError: a micro-batch of another model's plan, or the handle was restored.
     """
     if mb.plan.handle is not handle:
         raise InputError(
@@ -116,9 +117,15 @@ def forward(handle: Handle, mb: MicroBatch, *, head: Head | None = None, entropy
             rule="a plan, and its micro-batches, belong to one handle",
             remedy="plan(handle, batch, like=plan) gives another model the same placement",
         )
+    handle.check_bound()
     call = _call(mb.plan, head, entropy)
-    if mb.plan.plan is None:
-        return _stock(call, mb)
+    outputs = _stock(call, mb) if mb.plan.plan is None else _shared(call, mb)
+    if call.failures:
+        raise call.failures[0]
+    return outputs
+
+
+def _shared(call: ModelCall, mb: MicroBatch) -> Outputs:
     values = _Hosted.of(call, mb)
     exchanges = mb.plan.micro_routing.exchanges
     routed = values.local[:0]

@@ -30,7 +30,7 @@ class ModelCall:
         step: the plan.
         head: what is kept of logits.
         columns: how its values lie in a tensor, the same on every rank.
-        failures: what the head raised. Other ranks wait for values, so they get some, and are told at the end.
+        failures: what the head raised. Other ranks wait for values: they get some, and are told at the end.
     """
 
     step: StepPlan

@@ -159,9 +159,9 @@ class Columns:
         """[n, width] as name -> [n, ...]."""
         parts = packed.split(self.sizes, dim=1)
         return {
-            name: part.reshape(-1, *shape).to(kind)
+            name: part.reshape(len(part), *shape).to(kind)
             if kind.is_floating_point
-            else part.reshape(-1, *shape).round().to(kind)
+            else part.reshape(len(part), *shape).round().to(kind)
             for name, shape, kind, part in zip(self.names, self.shapes, self.dtypes, parts)
         }
 

@@ -76,6 +76,7 @@ def plan(
     samples, blob, error, failure = [], b"", "", None
     try:
         _check_arguments(scope, max_rows)
+        handle.check_bound()
         samples = check_batch(batch, handle.language_model.vocab_size)
         blob = encode(samples)
         error = _unlike(like, scope, handle, blob) if like is not None else ""
@@ -109,7 +110,7 @@ def plan(
 def _check_arguments(scope: str, max_rows: int | None) -> None:
     good = (
         (scope in SCOPES, f"scope={scope!r}", f"scope is one of {', '.join(SCOPES)}"),
-        (max_rows is None or isinstance(max_rows, int), f"max_rows={max_rows!r}", "max_rows is None or an int"),
+        (max_rows is None or isinstance(max_rows, int), f"max_rows={max_rows!r}", "it is an int, or None"),
     )
     for holds, values, rule in good:
         if not holds:
@@ -316,7 +317,8 @@ def _stock_plan(handle: Handle, scope: str, samples: list[Sample], blob: bytes, 
     transport = handle.transport(scope)
     rows = sum(len(s.tokens) - 1 for s in samples)
     rank = transport.rank
-    owners = [rank if scope == "pool" else i % transport.world for i in range(len(samples))]
+    groups = group_numbers(samples, [0] * len(samples))
+    owners = [rank if scope == "pool" else group % transport.world for group in groups]
     stats = {
         "mode": "stock",
         "digest": "stock",
@@ -335,7 +337,7 @@ def _stock_plan(handle: Handle, scope: str, samples: list[Sample], blob: bytes, 
         samples,
         range(len(samples)),
         owners,
-        group_numbers(samples, [0] * len(samples)),
+        groups,
         None,
         None,
         1.0,

@@ -99,6 +99,7 @@ def forward_backward(
     said = {
         "call": "forward_backward",
         "normalizer": normalizer,
+        "loss_fn": callable(loss_fn),
         "loss_scope": loss_scope,
         "forward_only": forward_only,
         "finalize": finalize,
@@ -172,6 +173,7 @@ def _agree(
 def _check(
     handle: Handle, batch: Batch, plan: StepPlan, head: Head | None, entropy: str, said: dict
 ) -> ModelCall:
+    handle.check_bound()
     normalizer = said.get("normalizer", 1.0)
     if not 0 <= normalizer < math.inf:
         raise AugTreeError(
@@ -179,6 +181,13 @@ def _check(
             values=f"normalizer={normalizer}",
             rule="it is finite and not negative",
             remedy="count the loss-bearing tokens of the pool",
+        )
+    if not said.get("loss_fn", True):
+        raise AugTreeError(
+            "the loss function cannot be called",
+            values="loss_fn is no function",
+            rule="loss_fn(outputs) -> (additive share of the loss, metrics)",
+            remedy="pass one on every rank, also where it has no samples; forward_logprobs needs none",
         )
     if said.get("loss_scope", "sequence") not in LOSS_SCOPES:
         raise AugTreeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import InputError
+from megatron_augtree.mcore.agreement import said_by_all
 from megatron_augtree.mcore.api.batch import Sample
 from megatron_augtree.mcore.api.handle import Handle
 from megatron_augtree.planning.plan import Plan
@@ -149,7 +151,14 @@ class StepPlan:
             )
         elif len(x):
             mine = f"{str(x[0].dtype).removeprefix('torch.')} {','.join(map(str, x[0].shape[1:]))}"
-        kinds = {text for text in self.transport.same(mine) if text}
+        # In the words of other calls: a rank that makes one of them instead is told.
+        said = {"call": {"call": "take"}, "error": "", "data": mine}
+        _, texts = said_by_all(self.transport, json.dumps(said))
+        votes = [json.loads(text) for text in texts]
+        calls = {vote["call"]["call"] for vote in votes}
+        kinds = {vote["data"] for vote in votes if vote.get("data")}
+        if len(calls) > 1:
+            kinds = {f"error: ranks call {', '.join(sorted(calls))}"}
         if len(kinds) != 1 or next(iter(kinds)).startswith("error"):
             raise InputError(
                 "per-token data does not fit the samples",
