@@ -68,10 +68,11 @@ def tensor_parallel_size(args: argparse.Namespace, world: int) -> int:
     Raises:
         UnsupportedError: the world, the heads, the MLP or the vocabulary cannot be cut so.
     """
-    size = args.tensor_model_parallel_size
-    width = ffn_width(args)
+    given, width = args.tensor_model_parallel_size, ffn_width(args)
+    size = max(given, 1)
     rules = (
-        (size >= 1 and world % size == 0, f"{world} ranks", "the ranks are a multiple of it"),
+        (given == size, "which is no number of ranks", "it is at least 1"),
+        (world % size == 0, f"{world} ranks", "the ranks are a multiple of it"),
         (args.num_attention_heads % size == 0, f"--num-attention-heads {args.num_attention_heads}",
          "every rank holds as many heads"),
         (width % size == 0, f"--ffn-hidden-size {width}", "every rank holds as much of the MLP"),
@@ -84,7 +85,7 @@ def tensor_parallel_size(args: argparse.Namespace, world: int) -> int:
     if broken:
         raise UnsupportedError(
             "tensor parallelism does not fit",
-            values=f"--tensor-model-parallel-size {size}, " + ", ".join(found for found, _ in broken),
+            values=f"--tensor-model-parallel-size {given}, " + ", ".join(found for found, _ in broken),
             rule="; ".join(rule for _, rule in broken),
             remedy="choose a size that divides all of them (pad the vocabulary if need be), above 1 for "
             "--sequence-parallel",

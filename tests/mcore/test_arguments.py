@@ -16,6 +16,7 @@ from megatron_augtree.mcore.arguments import (
     check_config,
     check_supported,
 )
+from megatron_augtree.mcore.build import tensor_parallel_size
 
 SHAPE = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--vocab-size", "64"]
 
@@ -185,3 +186,18 @@ def test_positions_are_read_from_the_model():
 @pytest.mark.parametrize("softmax_in_fp32", [False, True])
 def test_softmax_precision_is_not_limited(softmax_in_fp32):
     check_config(config(attention_softmax_in_fp32=softmax_in_fp32))
+
+
+@pytest.mark.parametrize("flags, text", [
+    ("--tensor-model-parallel-size 0", "it is at least 1"),
+    ("--tensor-model-parallel-size -2", "it is at least 1"),
+    ("--tensor-model-parallel-size 3", "the ranks are a multiple of it; every rank holds as many heads"),
+    ("--tensor-model-parallel-size 2 --vocab-size 63", "every rank holds as much of the vocabulary"),
+    ("--sequence-parallel", "sequence parallelism cuts rows"),
+])
+def test_tensor_parallel_sizes_that_fit_nothing(flags, text):
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64"
+    with pytest.raises(UnsupportedError, match=text):
+        tensor_parallel_size(parser.parse_args(f"{sizes} {flags}".split()), 4)
