@@ -5,7 +5,8 @@
 
 Without ``--context-parallel-mode`` the script runs as if it had been started itself. Where there is no CUDA,
 shims let it run on CPU over gloo (`mcore/megatron_lm/shims.py`). `mcore/megatron_lm/pretrain.py` says what is
-changed under a mode, and how; ``--augtree-report`` in place of the script's flags prints it.
+changed under a mode, and how; ``--augtree-report`` in place of the script's flags prints it,
+and ``--help`` there lists all flags, Megatron's and AugTree's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from megatron_augtree.config import InputError
 
 def main() -> None:
     """Runs ``sys.argv[1]`` with the arguments behind it."""
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return
     try:
         from megatron_augtree.mcore.megatron_lm import script
     except ModuleNotFoundError as error:

@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not dry and torch.cuda.get_device_properties(device).total_memory < 40 << 30:
         sizes = replace(sizes, tree=(4096, 8, 256))
     check = Check(device, dtype, sizes)
-    name = "CPU, a dry run" if dry else torch.cuda.get_device_name(device)
+    name = "CPU, a dry run: its times mean nothing" if dry else torch.cuda.get_device_name(device)
     check.say(f"torch {torch.__version__}, {name}, {str(dtype).removeprefix('torch.')}")
     check.say(f"attention kernel: {choose_kernel(device, dtype)}")
     for run in (check_kernels, check_plans, check_attention, check_step):

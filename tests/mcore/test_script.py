@@ -58,6 +58,14 @@ def test_the_module_runs(tmp_path):
     assert ended.returncode == launch.USER_ERROR and "values: nowhere.py" in ended.stderr
 
 
+def test_help_is_no_mistake():
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_augtree.launch", "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )
+    assert ended.returncode == 0 and "MEGATRON_LM/pretrain_gpt.py" in ended.stdout and not ended.stderr
+
+
 @pytest.fixture
 def speak(monkeypatch, capfd):
     """Speaks as a rank of two under torchrun, whose store is this process's; what was printed."""

@@ -111,7 +111,7 @@ class _Ids:
             "text where token ids are expected",
             values="a string",
             rule="under --context-parallel-mode group files hold token ids, as rollouts wrote them",
-            remedy="write ids; scripts/ and examples/ read text with --tokenizer-type ByteTokenizer",
+            remedy="write ids; examples/pretrain_gpt.py reads text with --tokenizer-type ByteTokenizer",
         )
 
 
