@@ -42,7 +42,7 @@ SETTINGS = {
     "augtree, waves": AUGTREE + WAVES,
     "augtree, waves, full": AUGTREE + FULL.format("uniform", 1) + WAVES,
 }
-STEP = 256  # tokens; the longest prompt is found to this
+STEP = 1024  # tokens; the longest prompt is found to this
 
 
 def main() -> None:
