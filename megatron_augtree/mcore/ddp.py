@@ -8,7 +8,7 @@ and the reductions of all buckets are started together, behind the last backward
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,8 +16,27 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_augtree.config import AugTreeError
 from megatron_augtree.mcore.shards import tensor_parallel_group
 from megatron_augtree.runtime.transport import Transport
+
+
+def only_chunk(chunks: Any) -> Any:
+    """The model of a list of one, or a model that is given as it is.
+
+    Raises:
+        AugTreeError: several chunks.
+    """
+    if not isinstance(chunks, Sequence):
+        return chunks
+    if len(chunks) != 1:
+        raise AugTreeError(
+            "several model chunks",
+            values=f"{len(chunks)} chunks",
+            rule="pipeline parallelism is not supported",
+            remedy="use one chunk",
+        )
+    return chunks[0]
 
 
 def inner_module(model: torch.nn.Module, kind: type) -> torch.nn.Module | None:

@@ -32,6 +32,7 @@ from megatron_augtree.mcore.output_layer import ScoredProjection
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.rotary import PackSlot, RowRotary
 from megatron_augtree.mcore.selfcheck import check_release
+from megatron_augtree.mcore.shards import padding_of
 from megatron_augtree.runtime.tree_attention import tree_attention
 
 try:
@@ -267,7 +268,7 @@ class Handle:
             return args, kwargs
         _check_pack(pack, given)
         self.slot.pack, ids = pack, given.get("input_ids")
-        pack.padding = _padding(pack.positions.numel(), model.config)
+        pack.padding = padding_of(pack.positions.numel(), model.config)
         if pack.padding and ids is not None:
             given["input_ids"] = torch.nn.functional.pad(ids, (0, pack.padding))
         return (), given
@@ -297,12 +298,6 @@ class Handle:
             for attention in self._added:
                 attention.core_attention = attention.core_attention.stock
         del self.model.augtree_handle
-
-
-def _padding(rows: int, config: Any) -> int:
-    """Rows to add: a pack is never empty, and sequence parallelism cuts it into equal parts."""
-    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return -rows % parts if rows else parts
 
 
 def _check_pack(pack: AugTreePackedSeqParams, given: dict) -> None:

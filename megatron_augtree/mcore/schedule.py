@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
-from megatron_augtree.mcore.ddp import config_of, finalize_gradients, gather_parameters, no_sync
+from megatron_augtree.mcore.ddp import config_of, finalize_gradients, gather_parameters, no_sync, only_chunk
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.sampler import StepBatch
 from megatron_augtree.mcore.shards import vocabulary_shard
@@ -106,7 +106,7 @@ class AugTreeSchedule:
         Returns:
             A list of one dictionary: the loss and its metrics, the same on every rank.
         """
-        chunk = _only_chunk(model)
+        chunk = only_chunk(model)
         batch = next(data_iterator)
         call = _PassCall(self, forward_step_func, chunk)
         if self._compared is not chunk:
@@ -201,18 +201,6 @@ class _PassCall:
                 remedy="divide by rl.losses.Denominators and drop the token count",
             )
         return result
-
-
-def _only_chunk(model: Any) -> torch.nn.Module:
-    chunks = model if isinstance(model, list) else [model]
-    if len(chunks) != 1:
-        raise AugTreeError(
-            "several model chunks",
-            values=f"{len(chunks)} chunks",
-            rule="pipeline parallelism is not supported",
-            remedy="use one chunk",
-        )
-    return chunks[0]
 
 
 def _grad_scale(model: torch.nn.Module) -> float:

@@ -6,6 +6,8 @@ two strides, gate and up, so that every rank holds its part of both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -25,6 +27,12 @@ def vocabulary_shard() -> VocabularyShard:
     """The slice of the vocabulary that this rank's output layer holds."""
     group = tensor_parallel_group()
     return WHOLE if group is None else VocabularyShard(group)
+
+
+def padding_of(rows: int, config: Any) -> int:
+    """Rows to add behind some rows: a model runs at least one, and sequence parallelism cuts equal parts."""
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return -rows % parts if rows else parts
 
 
 def tensor_parallel_rank_and_size() -> tuple[int, int]:

@@ -23,7 +23,7 @@ from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
 from megatron_augtree.mcore.ddp import config_of
 from megatron_augtree.mcore.sampler import StepBatch, sequences_of
 from megatron_augtree.mcore.schedule import MicroBatch
-from megatron_augtree.mcore.shards import vocabulary_shard
+from megatron_augtree.mcore.shards import padding_of, vocabulary_shard
 from megatron_augtree.planning.tree import TokenSequence
 from megatron_augtree.runtime.engine import LossFn, SequenceValues, reduce_metric
 from megatron_augtree.runtime.logprob import row_values
@@ -82,7 +82,8 @@ class StockSchedule:
         def step(iterator: Iterator, model: torch.nn.Module) -> tuple[Tensor, Callable]:
             number = next(queue)
             sequence = _NOTHING if number is None else sequences[number]
-            ids = _padded(torch.from_numpy(sequence.tokens[:-1]), config_of(model)).unsqueeze(0)
+            ids = torch.from_numpy(sequence.tokens[:-1])
+            ids = torch.nn.functional.pad(ids, (0, padding_of(len(ids), config_of(model)))).unsqueeze(0)
             logits, loss_fn = forward_step_func(iter([MicroBatch(ids, None)]), model)
             return logits, lambda logits: self._loss(logits, sequence, number, loss_fn)
 
@@ -127,12 +128,6 @@ class StockSchedule:
                 for name, value in metrics.items():
                     total[name] = reduce_metric(name, total.get(name), value)
         return total
-
-
-def _padded(ids: Tensor, config: Any) -> Tensor:
-    """[T] ids, and behind them what sequence parallelism needs to cut equal parts: no row sees it."""
-    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return torch.nn.functional.pad(ids, (0, -len(ids) % parts))
 
 
 _NOTHING = TokenSequence(np.zeros(2, np.int64), np.zeros(1, bool))

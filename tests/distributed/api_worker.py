@@ -22,7 +22,7 @@ from megatron_augtree.mcore.weights import reduced_gradients
 from scripts.unshared import unshared_logits, unshared_logprobs
 from tests.distributed.api_cases import CASES, PLANS
 from tests.distributed.api_parts import ApiRank, batch_of, distance, group_of, refused
-from tests.distributed.running import run
+from tests.distributed.running import bound, run
 from tests.numerics import fixtures as f
 
 
@@ -506,11 +506,7 @@ def main() -> None:
         if not only or case["do"] in only.split(",") or only in case["name"]
     ]
 
-    def bound(case: dict):
-        fields = {key: value for key, value in case.items() if key not in ("do", "name")}
-        return functools.partial(getattr(worker, case["do"]), **fields)
-
-    run(((i, bound(case)) for i, case in cases), folder)
+    run(((i, bound(worker, case)) for i, case in cases), folder)
     build.destroy()
 
 

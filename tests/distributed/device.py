@@ -101,7 +101,7 @@ class Device(TorchDispatchMode):
 
     # The communication library, as `torch.distributed`.
 
-    def library(self, world: int, rank: int) -> SimpleNamespace:
+    def torch_dist(self, world: int, rank: int) -> SimpleNamespace:
         """Of a process group where the others send zeros."""
         return SimpleNamespace(
             get_world_size=lambda group=None: world, get_rank=lambda group=None: rank,

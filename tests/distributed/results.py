@@ -7,6 +7,9 @@ import os
 import time
 from pathlib import Path
 
+#: Relative error of fp64 runs that is rounding.
+BAR = 1e-10
+
 
 def write(folder: Path, index: int, rank: int, result: dict) -> None:
     """A rank's result of a case, in one rename."""
@@ -35,6 +38,17 @@ def agree(folder: Path, index: int, world: int, patience_s: float) -> bool:
         time.sleep(0.005)
     failed = [result for result in results if "error" in result]
     return not failed or len(failed) == world and all(result["orderly"] for result in failed)
+
+
+def checked(folder: Path, index: int, names: list[str], world: int, output: str) -> list[dict]:
+    """[rank] a case's results: all are there, none is an error, and no figure is at `BAR` or above."""
+    results = read(folder, index, world)
+    assert None not in results, f"{first_failure(folder, names, world)}\n{output}"
+    errors = {rank: result["error"] for rank, result in enumerate(results) if "error" in result}
+    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
+    for rank, result in enumerate(results):
+        assert all(value < BAR for value in result.get("errors", {}).values()), (rank, result)
+    return results
 
 
 def first_failure(folder: Path, names: list[str], world: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import traceback
@@ -15,6 +16,12 @@ from tests.distributed.results import agree, write
 
 #: Seconds that ranks wait for each other, in the process group and between cases.
 PATIENCE = 60
+
+
+def bound(worker: object, case: dict) -> Callable[[], dict]:
+    """A case as a function: what it does, with its own arguments."""
+    fields = {key: value for key, value in case.items() if key not in ("do", "name")}
+    return functools.partial(getattr(worker, case["do"]), **fields)
 
 
 def run(cases: Iterable[tuple[int, Callable[[], dict]]], folder: Path) -> None:

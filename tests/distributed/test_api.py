@@ -4,9 +4,7 @@ import pytest
 
 from tests.distributed.api_cases import CASES
 from tests.distributed.launching import launch
-from tests.distributed.results import first_failure, read
-
-BAR = 1e-10
+from tests.distributed.results import checked
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +31,7 @@ PAIRS = [
 @pytest.mark.parametrize("world, index", PAIRS)
 def test_case(launched, world, index):
     folder, output = launched(world)
-    results = read(folder, index, world)
-    names = [case["name"] for case in CASES[world]]
-    assert None not in results, f"{first_failure(folder, names, world)}\n{output}"
-    errors = {rank: result["error"] for rank, result in enumerate(results) if "error" in result}
-    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
-    for rank, result in enumerate(results):
-        assert all(value < BAR for value in result.get("errors", {}).values()), (rank, result)
+    results = checked(folder, index, [case["name"] for case in CASES[world]], world, output)
     # An error is the same text on every rank.
     assert len({result.get("message") for result in results}) == 1, results
 

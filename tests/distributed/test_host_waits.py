@@ -26,7 +26,7 @@ class Remote(DistTransport):
 
 def pools(monkeypatch):
     yield LocalTransport(WORLD)
-    monkeypatch.setattr(transport, "dist", Device().library(WORLD, 1))
+    monkeypatch.setattr(transport, "dist", Device().torch_dist(WORLD, 1))
     yield Remote(streams=NoStreams())
 
 

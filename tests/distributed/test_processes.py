@@ -6,9 +6,7 @@ import pytest
 
 from tests.distributed.cases import CASES
 from tests.distributed.launching import launch
-from tests.distributed.results import agree, first_failure, read, write
-
-BAR = 1e-10
+from tests.distributed.results import agree, checked, first_failure, read, write
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +30,7 @@ PAIRS = [pytest.param(world, index, id=f"{world} ranks: {case['name']}")
 @pytest.mark.parametrize("world, index", PAIRS)
 def test_case(launched, world, index):
     folder, output = launched(world)
-    results = read(folder, index, world)
-    names = [case["name"] for case in CASES[world]]
-    assert None not in results, f"{first_failure(folder, names, world)}\n{output}"
-    errors = {rank: result["error"] for rank, result in enumerate(results) if "error" in result}
-    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
-    for rank, result in enumerate(results):
-        assert all(value < BAR for value in result.get("errors", {}).values()), (rank, result)
+    results = checked(folder, index, [case["name"] for case in CASES[world]], world, output)
     # Reduced gradients, parameters and messages are the same on every rank, to the bit.
     assert len({result.get("bits", result.get("message")) for result in results}) == 1, results
 

@@ -40,7 +40,7 @@ def play(monkeypatch, choice: dict, rank: int = 1, drop: str = "") -> tuple[Devi
     forest = group()
     plan = build(Choice(degree=WORLD, **choice), forest.shape, WORLD, 10)
     device = Device(drop)
-    monkeypatch.setattr(transport, "dist", device.library(WORLD, rank))
+    monkeypatch.setattr(transport, "dist", device.torch_dist(WORLD, rank))
     made = DistTransport(streams=device)
     table = torch.randn(64, 32, requires_grad=True)
 
@@ -80,7 +80,7 @@ def test_an_event_that_is_not_waited_for_is_noticed(monkeypatch, event):
 def test_a_message_that_is_added_is_read_before_its_buffer_is_used_again(monkeypatch, drop):
     """A rank that receives gradients in every stage and sends none: no other wait orders its additions."""
     device = Device(drop)
-    monkeypatch.setattr(transport, "dist", device.library(2, 1))
+    monkeypatch.setattr(transport, "dist", device.torch_dist(2, 1))
     made = DistTransport(streams=device)
     spec = FieldSpec({"dk": (2, 8), "dv": (2, 8)}, {"dk": torch.float32, "dv": torch.float32})
     sent = Transfer(Payload.DKV, 0, 1, rows("kv/0", [(0, 3)]), rows(HOME, [(1, 4)]))
@@ -118,7 +118,7 @@ def test_keys_of_the_next_stage_do_not_wait_for_tiles(monkeypatch):
     forest = group()
     plan = build(Choice(degree=WORLD, primitive="move_kv"), forest.shape, WORLD, 10)
     device = Device()
-    monkeypatch.setattr(transport, "dist", device.library(WORLD, 1))
+    monkeypatch.setattr(transport, "dist", device.torch_dist(WORLD, 1))
     made = DistTransport(streams=device)
     kernel = get_kernel("cpu_flash", "cpu")
 

@@ -34,7 +34,7 @@ from megatron_augtree.planning.schedule import promise, reverse
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport
 from tests.distributed.cases import CASES, REAL
 from tests.distributed.device import NoStreams
-from tests.distributed.running import PATIENCE, run
+from tests.distributed.running import PATIENCE, bound, run
 from tests.numerics import fixtures as f
 
 
@@ -48,11 +48,6 @@ class Worker:
         self.lab = f.Lab()
         self.ddp = wrap_model(f.build_model(self.lab.args, augtree=True))
         self.model = model_shape(self.ddp.module.config, f.VOCAB)
-
-    def case(self, case: dict):
-        """A case as a function."""
-        fields = {key: value for key, value in case.items() if key not in ("do", "name")}
-        return functools.partial(getattr(self, case["do"]), **fields)
 
     # What cases are made of.
 
@@ -346,7 +341,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     worker = Worker()
-    run(enumerate(map(worker.case, CASES[worker.world])), folder)
+    run(((i, bound(worker, case)) for i, case in enumerate(CASES[worker.world])), folder)
     build.destroy()
 
 

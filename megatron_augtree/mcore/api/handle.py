@@ -18,7 +18,7 @@ from megatron_augtree.attention.kernels.protocol import Kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError, UnsupportedError
 from megatron_augtree.mcore import layer_spec
 from megatron_augtree.mcore.agreement import compare_weights
-from megatron_augtree.mcore.ddp import changing_modules, config_of, inner_module, no_sync
+from megatron_augtree.mcore.ddp import changing_modules, config_of, inner_module, no_sync, only_chunk
 from megatron_augtree.mcore.sampler import model_shape
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport, Transport
@@ -198,7 +198,7 @@ def prepare_model(
         UnsupportedError: the model has something that AugTree does not compute exactly.
         AugTreeError: several chunks, settings that only launchers use, or other settings than before.
     """
-    model = _only_chunk(chunks)
+    model = only_chunk(chunks)
     inner = _unwrapped(model)
     handle = getattr(inner, "augtree_api", None)
     if handle is not None:
@@ -244,19 +244,6 @@ def _check_again(handle: Handle, config: AugTreeConfig) -> None:
             rule="the second call returns the first one's handle",
             remedy="give the same settings, or call restore() on the handle first",
         )
-
-
-def _only_chunk(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> torch.nn.Module:
-    if isinstance(chunks, torch.nn.Module):
-        return chunks
-    if len(chunks) != 1:
-        raise AugTreeError(
-            "several model chunks",
-            values=f"{len(chunks)} chunks",
-            rule="pipeline parallelism is not supported",
-            remedy="use one chunk",
-        )
-    return chunks[0]
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

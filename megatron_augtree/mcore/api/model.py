@@ -16,6 +16,7 @@ from megatron_augtree.mcore.api.heads import Head, Rows
 from megatron_augtree.mcore.api.outputs import Columns
 from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.mcore.shards import padding_of
 from megatron_augtree.runtime.buffers import to_device
 from megatron_augtree.runtime.engine import Engine
 from megatron_augtree.runtime.layout import LocalRows
@@ -85,19 +86,16 @@ class ModelCall:
     def stock(self, number: int) -> Tensor:
         """[C, k] values of an own sample's computed rows, by the stock model."""
         handle, sample = self.step.handle, self.step.samples[number]
-        config = handle.transformer_config
-        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         ids = to_device(sample.tokens[:-1], handle.device)
-        ids = torch.nn.functional.pad(ids, (0, -len(ids) % parts)).unsqueeze(0)
+        ids = torch.nn.functional.pad(ids, (0, padding_of(len(ids), handle.transformer_config))).unsqueeze(0)
         logits = handle.model(ids, torch.arange(ids.shape[1], device=handle.device).unsqueeze(0), None)
         return self._values(*self._of_sample(logits[0], sample, number))
 
     def idle(self) -> Tensor:
         """[0, k] values of no row, connected to the stock model's parameters."""
         handle = self.step.handle
-        config = handle.transformer_config
-        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        ids = torch.zeros((1, parts), dtype=torch.int64, device=handle.device)
+        rows = padding_of(0, handle.transformer_config)
+        ids = torch.zeros((1, rows), dtype=torch.int64, device=handle.device)
         logits = handle.model(ids, torch.zeros_like(ids), None)
         none = ids.new_empty(0)
         return self._values(logits[0, :0], Rows(none, none, 1.0))

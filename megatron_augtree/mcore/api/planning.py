@@ -162,15 +162,13 @@ def _vote(
     """[bytes, samples] of every rank; an error of any is raised on all, tensor-parallel peers included."""
     said = json.dumps({"error": error, "call": call, "size": size, "common": common})
     everyone, pool = said_by_all(transport, said)
-    broken = errors_in(everyone)
-    if broken:
-        rank, text = next(iter(broken.items()))
-        raise InputError(
-            "a rank's batch cannot be used",
-            values=f"ranks {sorted(broken)}; of rank {rank}: {text}",
-            rule="every rank gives samples that fit together, or none",
-            remedy="see the error of that rank; Batch.empty() stands for no samples",
-        ) from failure
+    refuse_if_broken(
+        everyone,
+        failure,
+        "a rank's batch cannot be used",
+        rule="every rank gives samples that fit together, or none",
+        remedy="see the error of that rank; Batch.empty() stands for no samples",
+    )
     votes = {rank: json.loads(text) for rank, text in sorted(everyone.items())}
     lowest, first = min(votes), votes[min(votes)]
     for field_name, what in (
@@ -194,10 +192,21 @@ def described(error: Exception) -> str:
     return str(error) if isinstance(error, AugTreeError) else f"{type(error).__name__}: {error}"
 
 
-def errors_in(everyone: Mapping[int, str]) -> dict[int, str]:
-    """Rank -> the entry ``error`` of its JSON text, where there is one."""
+def refuse_if_broken(
+    everyone: Mapping[int, str], failure: Exception | None, what: str, *, rule: str, remedy: str
+) -> None:
+    """Fail on every rank where any says an ``error`` in its JSON text; `failure` is this rank's own.
+
+    Raises:
+        InputError: names the ranks, with the first one's error.
+    """
     errors = {rank: json.loads(text)["error"] for rank, text in sorted(everyone.items())}
-    return {rank: error for rank, error in errors.items() if error}
+    broken = {rank: error for rank, error in errors.items() if error}
+    if broken:
+        rank, text = next(iter(broken.items()))
+        raise InputError(
+            what, values=f"ranks {sorted(broken)}; of rank {rank}: {text}", rule=rule, remedy=remedy
+        ) from failure
 
 
 def _gather(transport: Transport, blob: bytes, sizes: Sequence[int]) -> list[bytes]:

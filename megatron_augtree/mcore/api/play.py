@@ -16,7 +16,7 @@ from megatron_augtree.mcore.api.heads import Head, choose_head
 from megatron_augtree.mcore.api.losses import Losses, check_groups
 from megatron_augtree.mcore.api.model import ModelCall, model_call
 from megatron_augtree.mcore.api.outputs import LossFn, Outputs, StepOutput, make_outputs
-from megatron_augtree.mcore.api.planning import described, errors_in, fingerprint, no_plan
+from megatron_augtree.mcore.api.planning import described, fingerprint, no_plan, refuse_if_broken
 from megatron_augtree.mcore.api.shadow import Shadow, play_stock
 from megatron_augtree.mcore.api.step import StepPlan
 from megatron_augtree.mcore.ddp import finalize_gradients, gather_parameters, no_sync
@@ -145,15 +145,13 @@ def _agree(
         text = json.dumps({"call": {"call": said["call"]}, "error": error})
     transport = plan.transport if isinstance(plan, StepPlan) else handle.transport("pool")
     everyone, _ = said_by_all(transport, text)
-    broken = errors_in(everyone)
-    if broken:
-        rank, text = next(iter(broken.items()))
-        raise InputError(
-            "a rank's call cannot be played",
-            values=f"ranks {sorted(broken)}; of rank {rank}: {text}",
-            rule="every rank's arguments are usable",
-            remedy="see the error of that rank",
-        ) from failure
+    refuse_if_broken(
+        everyone,
+        failure,
+        "a rank's call cannot be played",
+        rule="every rank's arguments are usable",
+        remedy="see the error of that rank",
+    )
     votes = {rank: json.loads(text)["call"] for rank, text in sorted(everyone.items())}
     lowest, first = min(votes), votes[min(votes)]
     for rank, vote in votes.items():
