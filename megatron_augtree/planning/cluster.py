@@ -29,12 +29,14 @@ class Cluster:
         attention_flops: operations a second of a large attention tile.
         tile_ns: fixed cost of a tile, forward.
         tile_rows: keys that a kernel takes at once; on a causal tile's diagonal half of them are masked.
+        query_rows: query rows below which a tile costs what so many cost: a kernel's blocks run half empty.
         attention_backward_pct, gemm_backward_pct: backward time, per cent of the forward's.
         stage_ns: fixed cost of a stage with transfers.
         layer_ns: fixed cost of a layer's forward in a pass.
         pass_ns: fixed cost of a pass outside its layers.
         message_ns: latency of a message.
         link_bytes_s, nic_bytes_s: bytes a second a rank sends inside a node and across nodes.
+        host_bytes_s: bytes a second between a rank's device and host memory; 0 where they are the same memory.
         base_bytes: memory of a step whatever its rows: gradients on the wire, library scratch, fragments.
         overlap: transfers travel while tiles are computed.
     """
@@ -48,6 +50,7 @@ class Cluster:
     attention_flops: int
     tile_ns: int
     tile_rows: int
+    query_rows: int
     attention_backward_pct: int
     gemm_backward_pct: int
     stage_ns: int
@@ -56,6 +59,7 @@ class Cluster:
     message_ns: int
     link_bytes_s: int
     nic_bytes_s: int
+    host_bytes_s: int
     base_bytes: int
     overlap: bool = True
 
@@ -78,6 +82,7 @@ def _accelerator(
         attention_flops=tflops * 10**12 * 45 // 100,
         tile_ns=8_000,
         tile_rows=128,
+        query_rows=128,
         attention_backward_pct=250,
         gemm_backward_pct=200,
         stage_ns=15_000,
@@ -86,6 +91,7 @@ def _accelerator(
         message_ns=8_000,
         link_bytes_s=link_gb * 10**9,
         nic_bytes_s=nic_gb * 10**9,
+        host_bytes_s=25 * 10**9,
         base_bytes=GIB // 2,
     )
 
@@ -102,6 +108,7 @@ PRESETS = {
         attention_flops=68 * 10**9,
         tile_ns=40_000,
         tile_rows=400,
+        query_rows=1,
         attention_backward_pct=265,
         gemm_backward_pct=200,
         stage_ns=250_000,
@@ -110,6 +117,7 @@ PRESETS = {
         message_ns=250_000,
         link_bytes_s=900 * 10**6,
         nic_bytes_s=900 * 10**6,
+        host_bytes_s=0,
         base_bytes=40 << 20,
     ),
     "a100": _accelerator("a100", tflops=312, memory_gib=40, link_gb=250, nic_gb=22, hbm_gb=1500),
@@ -127,6 +135,7 @@ PRESETS = {
         attention_flops=59 * 10**11,
         tile_ns=20_000,
         tile_rows=128,
+        query_rows=128,
         attention_backward_pct=200,
         gemm_backward_pct=200,
         stage_ns=1_900_000,
@@ -135,6 +144,7 @@ PRESETS = {
         message_ns=20_000,
         link_bytes_s=150 * 10**9,
         nic_bytes_s=25 * 10**9,
+        host_bytes_s=25 * 10**9,
         base_bytes=GIB // 2,
     ),
 }

@@ -19,6 +19,8 @@ class ModelShape:
         row_parts: ranks over which sequence parallelism cuts the rows of norms and residuals.
         recomputed: layers that keep their input only and run again in the backward.
         attention_kept: those of them that keep what attention gave, too.
+        logit_rows: rows whose logits are made at once; 0: all scored rows of a pass.
+        stages: pipeline stages that the layers are cut into.
     """
 
     layers: int
@@ -35,6 +37,8 @@ class ModelShape:
     row_parts: int = 1
     recomputed: int = 0
     attention_kept: int = 0
+    logit_rows: int = 0
+    stages: int = 1
 
     @property
     def linear_flops(self) -> int:

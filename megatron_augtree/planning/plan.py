@@ -37,6 +37,13 @@ class Pass:
         reads: passes of the job whose keys and values this one uses.
         primitive, pieces: how queries meet keys held elsewhere.
         keep: received keys, values and queries are kept for the backward.
+        node_ranks: ranks of a node, where a gather crosses to another node once and is handed on inside it
+            (``gather_kv`` only); 0: everyone fetches from the owner.
+        prefetch: prompt keys and values of the next layer travel under this one's work (replays only).
+        keep_layers, keep_attention: of the model's layers the last `keep_layers` keep everything for the
+            backward and, of the others, the first `keep_attention` keep what attention gave; the rest run
+            again in full. `keep_layers` -1: as Megatron's own flags say.
+        offload: what the pass keeps rests in host memory until its backward.
     """
 
     id: int
@@ -48,6 +55,11 @@ class Pass:
     primitive: str = "gather_kv"
     pieces: int = 1
     keep: bool = True
+    node_ranks: int = 0
+    prefetch: bool = False
+    keep_layers: int = -1
+    keep_attention: int = 0
+    offload: bool = False
 
     @cached_property
     def nodes(self) -> frozenset[int]:
@@ -262,9 +274,10 @@ def _check_types(plan: Plan) -> None:
     numbers += [n for values in asdict(plan.shape).values() for n in values]
     for p in passes:
         texts += [p.kind, p.primitive]
-        numbers += [p.id, p.job, p.pieces, *p.block, *p.reads]
+        numbers += [p.id, p.job, p.pieces, p.node_ranks, p.keep_layers, p.keep_attention, *p.block, *p.reads]
         numbers += [n for spans in p.placement for span in spans for n in span]
-    fields = ((str, texts), (int, numbers), (bool, [p.keep for p in passes]), (float, [plan.seconds]))
+    flags = [flag for p in passes for flag in (p.keep, p.prefetch, p.offload)]
+    fields = ((str, texts), (int, numbers), (bool, flags), (float, [plan.seconds]))
     wrong = [value for kind, values in fields for value in values if type(value) is not kind]
     if wrong:
         raise TypeError(f"{wrong[0]!r} is of the wrong type")
