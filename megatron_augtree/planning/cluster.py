@@ -36,7 +36,7 @@ class Cluster:
         pass_ns: fixed cost of a pass outside its layers.
         message_ns: latency of a message.
         link_bytes_s, nic_bytes_s: bytes a second a rank sends inside a node and across nodes.
-        host_bytes_s: bytes a second between a rank's device and host memory; 0 where they are the same memory.
+        host_bytes_s: bytes a second between device and host memory, a rank; 0 where they are the same.
         base_bytes: memory of a step whatever its rows: gradients on the wire, library scratch, fragments.
         overlap: transfers travel while tiles are computed.
     """

@@ -33,6 +33,22 @@ class Priced:
     peak_bytes: int
 
 
+@dataclass(frozen=True)
+class Considered:
+    """A candidate that the planner looked at.
+
+    Attributes:
+        name: what it is, in a line.
+        time_ns, peak_bytes: its price.
+        fits: whether its memory is within the budget.
+    """
+
+    name: str
+    time_ns: int
+    peak_bytes: int
+    fits: bool
+
+
 def price(plan: Plan, prices: Prices) -> Priced:
     """Predicted time and memory of a plan.
 
@@ -82,6 +98,19 @@ def make_plan(
     Raises:
         InfeasiblePlanError: a forced choice, or under ``augtree`` the memory budget, that nothing satisfies.
     """
+    return explain(shape, model, world, config, tree_groups=tree_groups, mode=mode)[0]
+
+
+def explain(
+    shape: ForestShape,
+    model: ModelShape,
+    world: int,
+    config: AugTreeConfig,
+    *,
+    tree_groups: Sequence[int],
+    mode: str | None = None,
+) -> tuple[Plan, list[Considered]]:
+    """`make_plan`, with all candidates that were looked at, cheapest first; those over the budget last."""
     cluster = preset(config.cluster)
     prices = Prices(model, cluster)
     search = _Search(shape, prices, world, config)
@@ -93,7 +122,8 @@ def make_plan(
             raise search.over_budget(best)
     plan = with_note(best.plan, best.plan.note, best.time_ns / NS, best.peak_bytes, cluster.digest())
     plan.check(budget_bytes=search.budget if config.mode == "augtree" else 0)
-    return plan
+    considered = sorted(search.considered, key=lambda c: (not c.fits, c.time_ns))
+    return plan, considered
 
 
 def reordered(plan: Plan, events: Sequence[Event], model: ModelShape, config: AugTreeConfig) -> Plan | None:
@@ -127,6 +157,7 @@ class _Search:
         self.unit = pairs_per_row(prices.model, prices.cluster)
         self.best: Priced | None = None
         self.leanest: Priced | None = None
+        self.considered: list[Considered] = []
         self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
     def run(self, tree_groups: Sequence[int]) -> Priced:
@@ -289,6 +320,9 @@ class _Search:
         return priced
 
     def _consider(self, priced: Priced) -> None:
+        fits = priced.peak_bytes <= self.budget
+        name = f"{priced.plan.mode}: {priced.plan.note}"
+        self.considered.append(Considered(name, priced.time_ns, priced.peak_bytes, fits))
         if self.leanest is None or priced.peak_bytes < self.leanest.peak_bytes:
             self.leanest = priced
         if priced.peak_bytes <= self.budget and (self.best is None or priced.time_ns < self.best.time_ns):

@@ -261,6 +261,11 @@ def test_the_digest_covers_every_field():
         "primitive": "ring",
         "pieces": 2,
         "keep": False,
+        "node_ranks": 8,
+        "prefetch": True,
+        "keep_layers": 1,
+        "keep_attention": 1,
+        "offload": True,
     }
     assert set(plan_changes) == {f.name for f in fields(Plan)} - {"_programs"}
     assert set(pass_changes) == {f.name for f in fields(Pass)}
