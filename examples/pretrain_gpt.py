@@ -59,12 +59,13 @@ from megatron_augtree.mcore.checkpoint import (
     save,
 )
 from megatron_augtree.mcore.launch import RankParser, agree, env_world
-from megatron_augtree.mcore.report import Report, StepRecord
+from megatron_augtree.mcore.report import Report, StepRecord, figures_of
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.stock import StockSchedule
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, wrap_as_asked
 from megatron_augtree.mcore.weights import check_folder
+from megatron_augtree.planning.plan import counted
 from megatron_augtree.rl.losses import LossConfig
 from megatron_augtree.runtime.transport import Transport
 
@@ -165,8 +166,8 @@ class Training:
         args, begun = self.args, self.progress
         what = f"--context-parallel-mode {self.config.mode}" if self.config is not None else STOCK
         lines = [
-            f"{what}; {self.world} ranks, {args.dtype}, {args.optimizer}, {args.objective}; "
-            f"{len(self.groups)} groups, {args.global_batch_size} a step"
+            f"{what}; {counted(self.world, 'rank')}, {args.dtype}, {args.optimizer}, {args.objective}; "
+            f"{counted(len(self.groups), 'group')}, {args.global_batch_size} a step"
         ]
         if self.checkpoint is not None:
             lines.append(
@@ -349,19 +350,19 @@ class Trainer:
         _, norm, _ = self.optimizer.step()
         old = self.progress
         self.progress = Progress(old.iteration + 1, old.consumed_groups + len(batch.groups), old.data)
-        plan, stock = batch.plan, training.config is None
+        seconds = time.perf_counter() - started
+        if isinstance(self.schedule, AugTreeSchedule):
+            figures = figures_of(self.schedule, seconds)
+        else:
+            rows = batch.unshared_rows
+            figures = {"groups": len(batch.groups), "rows": rows, "unshared_rows": rows, "note": "dense",
+                       "measured_seconds": seconds}
         return StepRecord(
             iteration=self.progress.iteration,
             loss=metrics["loss"],
             grad_norm=float(norm),
-            groups=len(batch.groups),
-            rows=sum(map(plan.rows_of_rank, range(plan.world))),
-            unshared_rows=batch.unshared_rows,
-            note="dense" if stock else plan.note,
-            plan_seconds=0.0 if stock else batch.plan_seconds,
-            predicted_seconds=plan.seconds,
-            measured_seconds=time.perf_counter() - started,
             metrics=metrics,
+            **figures,
         )
 
     def save(self) -> str:

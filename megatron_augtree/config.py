@@ -41,10 +41,39 @@ class InputError(AugTreeError):
 
 
 #: ``--context-parallel-mode`` values, in the order the documentation lists them.
-MODES = ("ring", "ring-reuse", "ring-reuse-per-response", "gather-reuse", "augtree")
+MODES = (
+    "ring",
+    "ring-reuse",
+    "ring-reuse-two-pass",
+    "ring-reuse-per-response",
+    "gather-reuse",
+    "dynamic",
+    "dynamic-reuse",
+    "dcp-phased",
+    "dcp-fused",
+    "paper",
+    "augtree",
+)
 
 #: Keys of ``--augtree-force``.
-FORCE_KEYS = ("degree", "lane_degree", "copies", "primitive", "phase", "chunks", "waves")
+FORCE_KEYS = (
+    "degree",
+    "lane_degree",
+    "copies",
+    "primitive",
+    "pieces",
+    "phase",
+    "chunks",
+    "waves",
+    "keep_layers",
+    "keep_attention",
+)
+
+#: Those of them that may be 0.
+_FORCE_ZERO = ("keep_layers", "keep_attention")
+
+#: ``--augtree-recompute`` values.
+RECOMPUTE = ("auto", "flags")
 
 
 @dataclass(frozen=True)
@@ -52,23 +81,31 @@ class AugTreeConfig:
     """What a user may choose; ``mcore/arguments.py`` makes the flags from these fields.
 
     Attributes:
-        mode: ring, ring-reuse, ring-reuse-per-response, gather-reuse or augtree (``MODES``).
-        degree: ranks of a block; under ``augtree`` their upper limit, under the baselines their number;
-            0 means all ranks of the pool.
-        force: ``key=value,...``: degree, lane_degree, copies, chunks, waves (numbers), primitive (gather_kv,
-            move_kv, move_q, local), phase (fused, phased); empty leaves everything to the planner.
+        mode: one of ``MODES``: augtree, or a peer (``planning/baselines``).
+        degree: ranks of a block; under ``augtree`` their upper limit, under the baselines their number
+            (dynamic, dynamic-reuse: of the longest sequence or group); 0 means all ranks of the pool
+            (dynamic, dynamic-reuse: whatever is cheapest).
+        force: ``key=value,...``: degree, lane_degree, copies, pieces, chunks, waves, keep_layers,
+            keep_attention (numbers), primitive (gather_kv, move_kv, move_q, local), phase (fused, phased);
+            empty leaves everything to the planner.
         plan_path: a plan in JSON to run instead of planning; empty leaves it to the planner.
         memory_budget_gib: upper limit of predicted peak memory above the built model, GiB a rank;
             0 means the memory of the cluster preset.
+        recompute: ``auto``: with a memory budget the planner chooses for every pass how many layers keep
+            everything and how many keep what attention gave; without one, and under ``flags``, Megatron's
+            --recompute-* flags and `keep_attention` say so.
         min_shared_rows: groups share a spine only where it has at least this many rows.
         keep_attention: of the layers that --recompute-granularity runs again in the backward, how many, from
             the first, keep what attention gave, so that neither it nor its traffic is repeated; -1 means all.
         kernel: attention kernel: ``auto`` (the fastest that runs here), ``reference``, ``cpu_flash``,
             ``cuda_flash`` or ``te_fused``.
-        cluster: preset that prices plans: cpu, a100, h100, h200 or paper (``planning/cluster.py``).
+        cluster: machine that prices plans: cpu, a100, h100, h200, b200 or paper (``planning/cluster.py``), or
+            the path of a file that ``calibrate`` wrote, which ends in .json or holds a path separator.
         logit_chunk_mib: logits kept at once by the output layer, MiB.
-        trace_dir: folder for the last step's Chrome trace (JSON, for Perfetto), a file a rank; empty writes
-            none.
+        trace_dir: folder for the last step's Chrome trace (JSON, for Perfetto), planned beside measured, a
+            file a rank; empty writes none.
+        guard_steps: under ``augtree``, plans of a kind that measure slower than ring in so many steps, at
+            least 3, give way to it (``mcore/guard.py``); 0 measures nothing.
     """
 
     mode: str = "augtree"
@@ -76,12 +113,14 @@ class AugTreeConfig:
     force: str = ""
     plan_path: str = ""
     memory_budget_gib: float = 0.0
+    recompute: str = "auto"
     min_shared_rows: int = 16
     keep_attention: int = 0
     kernel: str = "auto"
     cluster: str = "cpu"
     logit_chunk_mib: int = 256
     trace_dir: str = ""
+    guard_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -90,6 +129,13 @@ class AugTreeConfig:
                 values=f"--context-parallel-mode {self.mode}",
                 rule=f"the mode is one of {', '.join(MODES)}",
                 remedy="correct the spelling, or leave the flag out for stock Megatron",
+            )
+        if self.recompute not in RECOMPUTE:
+            raise AugTreeError(
+                "unknown recompute setting",
+                values=f"--augtree-recompute {self.recompute}",
+                rule=f"one of {', '.join(RECOMPUTE)}",
+                remedy="correct the spelling",
             )
         # Written so that a budget of NaN fails too.
         good = self.degree >= 0 and 0 <= self.memory_budget_gib < float("inf")
@@ -103,6 +149,13 @@ class AugTreeConfig:
                 rule="sizes and budgets are finite and not negative; shared rows and logit chunks are at "
                 "least 1; layers that keep attention at least 0, or -1 for all",
                 remedy="correct the flag",
+            )
+        if self.guard_steps and (self.guard_steps < 3 or self.mode != "augtree"):
+            raise AugTreeError(
+                "a guard that cannot judge",
+                values=f"--augtree-guard-steps {self.guard_steps}, --context-parallel-mode {self.mode}",
+                rule="it compares plans of augtree with ring, in at least 3 steps of each; 0 is no guard",
+                remedy="correct the number, or leave the flag out",
             )
 
     def forced(self) -> dict[str, int | str]:
@@ -122,7 +175,7 @@ def parse_force(text: str) -> dict[str, int | str]:
         key, sign, value = (part.strip() for part in item.partition("="))
         good = key in FORCE_KEYS and sign and key not in forced
         # Not isdigit, which int does not follow; no pool has ranks, no group leaves of ten digits.
-        number = value.isdecimal() and len(value) < 10 and int(value) > 0
+        number = value.isdecimal() and len(value) < 10 and (int(value) > 0 or key in _FORCE_ZERO)
         good = good and (value in words[key] if key in words else number)
         if not good:
             raise AugTreeError(
@@ -130,7 +183,7 @@ def parse_force(text: str) -> dict[str, int | str]:
                 values=f"--augtree-force {text!r}, at {item!r}",
                 rule=f"key=value pairs, each key once: {', '.join(FORCE_KEYS)}; phase is one of "
                 f"{', '.join(words['phase'])}, primitive one of {', '.join(words['primitive'])}, "
-                "the others positive integers",
+                "keep_layers and keep_attention integers from 0, the others positive integers",
                 remedy="correct or remove the pair",
             )
         forced[key] = value if key in words else int(value)

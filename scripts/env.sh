@@ -5,9 +5,10 @@
 # The environment is .venv in the repository root, or the folder $AUGTREE_VENV (absolute, or relative to
 # the root). $AUGTREE_MEGATRON names the release of megatron-core, 0.16.1 unless it is set; every other
 # release has an environment of its own, with the release behind the folder's name (.venv-0.19.2).
-# The first call installs requirements/test.txt, the release's requirements and this package (minutes); a
-# stamp file makes later calls instant. The stamp holds a checksum of the requirement files and is written
-# last, so that an edited requirement or an installation that was cut short is made good on the next call.
+# The first call installs requirements/test.txt, the release's requirements and this package, with its C++ core
+# where there is a compiler (minutes); a stamp file makes later calls instant. The stamp holds a checksum of the
+# requirement files and the core's sources and is written last, so that an edited requirement or source, or an
+# installation that was cut short, is made good on the next call.
 # The caller's arguments are left alone.
 
 _augtree_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)
@@ -24,7 +25,7 @@ fi
 # What the stamp must hold. The root is in it because the package is installed as a link to it.
 _augtree_fingerprint() {
     (cd "$_augtree_root" &&
-        { pwd && cat requirements/{test,models}.txt "$_augtree_requirements" setup.py pyproject.toml; } | cksum)
+        { pwd && cat requirements/{test,models}.txt "$_augtree_requirements" setup.py pyproject.toml csrc/*; } | cksum)
 }
 
 _augtree_current() {

@@ -74,6 +74,7 @@ from megatron_augtree.mcore.objective import (
     loss_config,
     loss_constant,
 )
+from megatron_augtree.mcore.report import Report, StepRecord, figures_of
 from megatron_augtree.mcore.sampler import StepBatch, model_shape, plan_step
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, pool_size, wrap_as_asked
@@ -350,6 +351,7 @@ def replay(args: argparse.Namespace, steps: Planned | Unshared, ddp: Distributed
     """All steps, and the dump."""
     tensors = {f"param0/{name}": value for name, value in parameters_of(ddp.module).items()}
     metadata: dict[str, Any] = {"steps": []}
+    report = Report(0, args.steps, speaks=dist.get_rank() == 0 and isinstance(steps, Planned))
     for step in range(args.steps):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
@@ -364,6 +366,11 @@ def replay(args: argparse.Namespace, steps: Planned | Unshared, ddp: Distributed
         with clock("optimizer"):
             _, norm, _ = optimizer.step()
         metadata["steps"].append({**done.metrics, "loss": done.loss, "grad_norm": norm and float(norm)})
+        if isinstance(steps, Planned):
+            figures = figures_of(steps.schedule, steps.schedule.seconds)
+            report.step(StepRecord(iteration=step + 1, loss=done.loss, grad_norm=float(norm or 0),
+                                   metrics=done.metrics, **figures))
+    report.close()
     tensors |= {f"param1/{name}": value for name, value in parameters_of(ddp.module).items()}
     metadata["seconds"] = clock.total()
     agree_on_rank_0(lambda: save_dump(args.dump, tensors, metadata))

@@ -21,8 +21,9 @@ RECOMPUTED = "tests/numerics/test_recompute.py::test_the_same_bits_and_no_attent
 MATRIX = "tests/distributed/test_matrix.py::test_parity"
 #: What works -> tests (file::function).
 SUPPORTED: dict[str, list[str]] = {
-    "modes `augtree`, `ring`, `ring-reuse`, `ring-reuse-per-response`, `gather-reuse`; stock without one": [
-        PARITY, "tests/mcore/test_launcher.py::test_every_mode_trains_as_stock_megatron_does"],
+    "all modes (see above); stock without one": [
+        PARITY, "tests/numerics/test_peers.py::test_every_choice_equals_the_unshared_run",
+        "tests/mcore/test_launcher.py::test_every_mode_trains_as_stock_megatron_does"],
     "fused and phased plans, `gather_kv`, `move_kv`, `move_q`, prompt copies, whole, wide and mixed lanes": [
         PARITY, "tests/unit/test_planner.py::test_chosen_by_price"],
     "trees of several levels, losses on shared turns, identical, nested and empty responses, salts": [
@@ -31,6 +32,11 @@ SUPPORTED: dict[str, list[str]] = {
         MATRIX, "tests/distributed/test_parallel.py::test_case"],
     "recompute: selective, full (uniform, block), attention kept, mixed by layer": [
         MATRIX, RECOMPUTED],
+    "a recompute setting for each pass, prompt keys a layer ahead, dormant prompts in host memory": [
+        MATRIX, "tests/numerics/test_pass_recompute.py::test_the_same_bits_and_what_is_said_runs_again",
+        "tests/numerics/test_prefetch.py::test_random_plans_equal_the_unshared_run",
+        "tests/numerics/test_offload.py::test_the_same_bits",
+        "tests/mcore/test_recompute_api.py::test_micro_batches_of_a_trainers_own"],
     "DDP with overlapped reduction and parameter gather, Adam, distributed optimizer, clipping": [
         MATRIX, "tests/distributed/test_parallel.py::test_case",
         "tests/distributed/test_processes.py::test_case"],
@@ -48,6 +54,10 @@ SUPPORTED: dict[str, list[str]] = {
     "unmodified `pretrain_gpt.py` of Megatron-LM 0.16.1 and 0.19.0 (where `MEGATRON_LM_PATH` is set)": [
         "tests/mcore/test_pretrain_gpt.py::test_ten_steps_on_two_ranks_equal_our_launchers",
         "tests/mcore/test_pretrain_gpt.py::test_without_a_mode_nothing_changes"],
+    "a measured guard: plans that are slower than ring give way to it; traces of planned beside measured": [
+        "tests/mcore/test_guard.py::test_numbers_are_those_of_an_unguarded_run",
+        "tests/mcore/test_guard.py::test_real_ranks_decide_alike_and_say_it_once",
+        "tests/mcore/test_launcher.py::test_tensorboard_and_trace"],
     "checkpoints, also `torch_dist`, that go on in other modes and on other ranks": [
         "tests/mcore/test_dist_checkpoints.py::test_the_next_step_is_that_of_the_run_that_saved",
         "tests/mcore/test_checkpoints.py::test_resumes_on_other_ranks_and_in_another_mode"],

@@ -28,7 +28,7 @@ from megatron_augtree.data.groups import Group, write_groups
 from megatron_augtree.mcore import build, launch
 from megatron_augtree.mcore.sampler import StepBatch
 from megatron_augtree.mcore.weights import check_folder
-from megatron_augtree.planning.cluster import preset
+from megatron_augtree.planning.cluster import cluster_of
 from megatron_augtree.runtime.engine import StepResult
 from megatron_augtree.tools.plot import plot_curve, plot_plan
 
@@ -66,6 +66,9 @@ def figures(questions: list[task.Question], groups: list[Group], batch: StepBatc
         "entropy": result.metrics["entropy"],
         "rows": batch.forest.shape.total_rows,
         "unshared_rows": batch.unshared_rows,
+        "plan_seconds": batch.plan_seconds,
+        "predicted_seconds": batch.plan.seconds,
+        "idle": batch.idle,
     }
 
 
@@ -107,7 +110,9 @@ def tell(step: int, window: list[dict[str, Any]]) -> None:
     common.say(
         f"step {step:4d}  reward {average['reward']:.3f}  accuracy {average['accuracy']:.3f}  clipped {low} "
         f"low, {high} high  rows {average['rows']:.0f} of {average['unshared_rows']:.0f}  a step: "
-        f"{average['sample_seconds']:.2f} s sampling, {average['update_seconds']:.2f} s updating")
+        f"{average['sample_seconds']:.2f} s sampling, {average['update_seconds']:.2f} s updating (planned in "
+        f"{average['plan_seconds']:.3f}, predicted {average['predicted_seconds']:.2f}, idle "
+        f"{average['idle']:.0%})")
 
 
 def evaluate(args: argparse.Namespace, run: common.Run) -> dict[str, float]:
@@ -133,7 +138,7 @@ def write(args: argparse.Namespace, run: common.Run, curve: list[dict[str, Any]]
     write_groups(path("rollouts.jsonl.gz"), recorded)
     common.write_json(args.out, "plan.json", planned.plan.to_json())
     with common.written(args.out):
-        plot_plan(planned.plan, run.shape, preset(run.config.cluster), path("plan.png"))
+        plot_plan(planned.plan, run.shape, cluster_of(run.config.cluster), path("plan.png"))
         plot_curve([point["reward"] for point in curve], path("reward.png"),
                    levels={"best without reading the prompt": task.CHANCE},
                    title=f"Mean reward of {args.groups} groups of {args.samples} responses")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_augtree.config import InputError
+from megatron_augtree.config import AugTreeError, InputError
 from megatron_augtree.mcore.ddp import gather_parameters_now
 from megatron_augtree.mcore.sampler import StepBatch
 from megatron_augtree.mcore.shards import tensor_parallel_group, tensor_parallel_rank_and_size
@@ -16,14 +16,30 @@ from megatron_augtree.runtime.transport import Transport
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compare_ranks(transport: Transport, batch: StepBatch) -> None:
+def compare_ranks(transport: Transport, batch: StepBatch, failure: AugTreeError | None = None) -> None:
     """Fail on every rank, before any other exchange, where ranks hold different steps.
 
+    Args:
+        transport: the pool.
+        batch: the step.
+        failure: why this rank cannot play its plan, if so.
+
     Raises:
-        InputError: names the ranks that differ from the first.
+        AugTreeError: this rank's failure.
+        InputError: names the ranks that failed, or that differ from the first.
     """
-    texts = [text for pool in everyones(transport, f"{batch.plan.digest()}/{batch.fingerprint}")
-             for text in pool]
+    said = f"{batch.plan.digest()}/{batch.fingerprint}" + ("/failed" if failure is not None else "")
+    texts = [text for pool in everyones(transport, said) for text in pool]
+    if failure is not None:
+        raise failure
+    failed = sorted(int(text.split("|")[0]) for text in texts if text.endswith("/failed"))
+    if failed:
+        raise InputError(
+            "ranks cannot play their plans",
+            values=f"ranks {failed}",
+            rule="every rank plays the same plan, with the same model",
+            remedy="see the error of these ranks",
+        )
     groups = {text.split("|")[1].split("/")[1] for text in texts}
     _check(
         texts,

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_augtree.attention.kernels import KERNEL_NAMES
 from megatron_augtree.config import MODES, AugTreeConfig, AugTreeError, UnsupportedError
-from megatron_augtree.planning.cluster import preset
+from megatron_augtree.planning.cluster import cluster_of
 
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -229,7 +229,7 @@ def augtree_config(args: argparse.Namespace) -> AugTreeConfig | None:
         raise _mode_error(mode, MODES)
     config = AugTreeConfig(**given)
     config.forced()
-    preset(config.cluster)
+    cluster_of(config.cluster)
     if config.kernel not in KERNEL_NAMES:
         closest = difflib.get_close_matches(config.kernel, KERNEL_NAMES, n=1)
         raise AugTreeError(

@@ -30,6 +30,7 @@ from megatron_augtree.mcore.arguments import check_config
 from megatron_augtree.mcore.ddp import changing_modules
 from megatron_augtree.mcore.output_layer import ScoredProjection
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.mcore.recompute import PassRecompute, WholeLayer
 from megatron_augtree.mcore.rotary import PackSlot, RowRotary
 from megatron_augtree.mcore.selfcheck import check_release
 from megatron_augtree.mcore.shards import padding_of
@@ -236,7 +237,10 @@ class Handle:
         for layer in model.decoder.layers:
             if _attends(layer):
                 self._bind_attention(layer)
-        self._forwards = []
+        self._stack = PassRecompute(model.decoder, self.slot)
+        self._forwards = [(model.decoder, self._stack)]
+        self._forwards += [(layer, WholeLayer(layer)) for layer in model.decoder.layers
+                           if WholeLayer.needed(layer)]
         if hasattr(model, "rotary_pos_emb"):  # a model without positions has none
             self._forwards.append((model.rotary_pos_emb, RowRotary(model.rotary_pos_emb, self.slot)))
         if model.post_process:
@@ -276,7 +280,7 @@ class Handle:
     def _connect(self, decoder: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Full recompute drops all gradients behind an input without one (a frozen embedding)."""
         hidden = kwargs.get("hidden_states")
-        recomputed = decoder.config.recompute_granularity == "full" and decoder.training
+        recomputed = self._stack.recomputes()
         if self.slot.pack is not None and recomputed and torch.is_grad_enabled() and not hidden.requires_grad:
             kwargs["hidden_states"] = hidden.detach().requires_grad_()
         return args, kwargs

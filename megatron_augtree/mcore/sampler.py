@@ -23,10 +23,16 @@ from torch.utils.data import DataLoader
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError, InputError
 from megatron_augtree.data.groups import Group, fingerprint
 from megatron_augtree.planning.baselines import UNSHARED
+from megatron_augtree.planning.cluster import cluster_of
+from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
-from megatron_augtree.planning.planner import make_plan
+from megatron_augtree.planning.planner import configured, make_plan, unshared_least
+from megatron_augtree.planning.timeline import Bar, idle_share, timeline
 from megatron_augtree.planning.tree import Forest, TokenSequence, from_sequences
+
+#: Plain context parallelism on what nobody shares: what plans are measured against.
+STOCK = "ring"
 
 #: More rows than any prompt has: trees of different groups never merge.
 _NEVER = 1 << 62
@@ -41,6 +47,9 @@ class StepBatch:
         forest, plan: what is computed, and how.
         fingerprint: hash of the groups; ranks compare it.
         plan_seconds: seconds that trees and plan took, in the process that made them.
+        idle: share of the ranks' time in which they wait, by the plan's prices.
+        bars: the planned timeline, where a trace is asked for.
+        stock: the same step by ring, where a guard measures against it and ring can be played.
     """
 
     groups: tuple[Group, ...]
@@ -48,6 +57,9 @@ class StepBatch:
     plan: Plan
     fingerprint: str
     plan_seconds: float = 0.0
+    idle: float = 0.0
+    bars: tuple[Bar, ...] = ()
+    stock: StepBatch | None = None
 
     @property
     def logical_rows(self) -> int:
@@ -79,6 +91,7 @@ def model_shape(config: TransformerConfig, vocab_size: int) -> ModelShape:
         accum_bytes=max(item, 4),
         row_parts=parts if config.sequence_parallel else 1,
         recomputed=_recomputed(config),
+        can_offload=not config.gradient_accumulation_fusion,
     )
 
 
@@ -135,7 +148,19 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
         plan.check(pairs=True)
     else:
         forest, plan = choose_plan(sequences, numbers, model, world, config)
-    return StepBatch(tuple(groups), forest, plan, fingerprint(groups), time.perf_counter() - started)
+    prices = Prices(configured(model, config), cluster_of(config.cluster))
+
+    def made(forest: Forest, plan: Plan) -> StepBatch:
+        seconds, bars = time.perf_counter() - started, tuple(timeline(plan, prices))
+        idle, kept = idle_share(bars, world), bars if config.trace_dir else ()
+        return StepBatch(tuple(groups), forest, plan, fingerprint(groups), seconds, idle, kept)
+
+    step = made(forest, plan)
+    if config.guard_steps and plan.mode != STOCK:
+        stock = _candidate(STOCK, sequences, numbers, model, world, config)
+        if isinstance(stock, tuple):
+            return replace(step, stock=made(*stock))
+    return step
 
 
 def choose_plan(
@@ -145,7 +170,8 @@ def choose_plan(
     world: int,
     config: AugTreeConfig,
 ) -> tuple[Forest, Plan]:
-    """Trees and plan of some sequences: the mode's, or under ``augtree`` ring's where that is cheaper.
+    """Trees and plan of some sequences: the mode's, or under ``augtree`` a peer's that shares nothing, where
+    that is cheaper.
 
     Args:
         sequences: of the step.
@@ -155,12 +181,21 @@ def choose_plan(
     Raises:
         InfeasiblePlanError: a forced plan or a memory budget that nothing satisfies.
     """
-    kept = model.recomputed if config.keep_attention < 0 else min(model.recomputed, config.keep_attention)
-    model = replace(model, attention_kept=kept)
     candidates = [_candidate(config.mode, sequences, numbers, model, world, config)]
-    if config.mode == "augtree" and not config.force:
-        candidates.append(_candidate("ring", sequences, numbers, model, world, config))
+    free = config.mode == "augtree" and not config.force
+    if free and _unshared_may_win(candidates[0], model, world, config):
+        candidates += [_candidate(mode, sequences, numbers, model, world, config) for mode in UNSHARED]
     return _cheapest(candidates)
+
+
+def _unshared_may_win(
+    found: tuple[Forest, Plan] | InfeasiblePlanError, model: ModelShape, world: int, config: AugTreeConfig
+) -> bool:
+    """Whether sharing nothing can be faster; seldom, so that its plans are seldom made."""
+    if not isinstance(found, tuple):
+        return True
+    forest, plan = found
+    return unshared_least(forest.shape, configured(model, config), world, config) < plan.seconds
 
 
 def _forest(
@@ -180,6 +215,7 @@ def _candidate(
     config: AugTreeConfig,
 ) -> tuple[Forest, Plan] | InfeasiblePlanError:
     """A mode's trees and plan; under ``augtree``, also what it gives where nothing fits."""
+    model = configured(model, config)
     forest = _forest(mode, sequences, numbers, config)
     trees = _tree_groups(forest, numbers)
     try:

@@ -9,7 +9,9 @@ share and metrics.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +24,16 @@ from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
 from megatron_augtree.mcore.ddp import config_of, finalize_gradients, gather_parameters, no_sync, only_chunk
+from megatron_augtree.mcore.guard import Guard
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
+from megatron_augtree.mcore.recompute import cannot_play
 from megatron_augtree.mcore.sampler import StepBatch
 from megatron_augtree.mcore.shards import vocabulary_shard
+from megatron_augtree.runtime.clocks import clock_of
 from megatron_augtree.runtime.engine import Engine, LossFn, ModelFn, SequenceValues, StepResult
 from megatron_augtree.runtime.layout import LocalRows
 from megatron_augtree.runtime.logprob import row_values
-from megatron_augtree.runtime.trace import Trace
+from megatron_augtree.runtime.trace import Trace, planned_events, write_events
 from megatron_augtree.runtime.transport import DistTransport, Transport
 from megatron_augtree.runtime.tree_attention import PassContext
 
@@ -65,7 +70,10 @@ class AugTreeSchedule:
         entropy: values hold a second column, the entropy of each row.
         transport: the pool; None makes one on Megatron's data-parallel group with context parallelism.
         last: the result of the last step played.
+        played: the last step, as it was played: as planned, or by ring where the guard said so.
+        seconds: its forward, backward and reduction on this rank.
         trace: spans of the last step, where `config.trace_dir` asks for them; see `write_trace`.
+        guard: measures plans against ring, where `config.guard_steps` asks for it.
     """
 
     config: AugTreeConfig
@@ -73,15 +81,18 @@ class AugTreeSchedule:
     entropy: bool = False
     transport: Transport | None = None
     last: StepResult | None = None
+    played: StepBatch | None = None
+    seconds: float = 0.0
     trace: Trace | None = None
+    guard: Guard | None = None
     _known: tuple[StepBatch, Engine] | None = None
     _compared: torch.nn.Module | None = None
 
     def __post_init__(self) -> None:
         if self.transport is None:
             self.transport = DistTransport(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        if self.config.trace_dir:
-            self.trace = Trace()
+        if self.config.guard_steps:
+            self.guard = Guard(self.config.guard_steps, self.transport)
 
     def __call__(
         self,
@@ -108,13 +119,20 @@ class AugTreeSchedule:
         """
         chunk = only_chunk(model)
         batch = next(data_iterator)
+        if self.guard is not None and not forward_only:
+            batch = self.guard.choose(batch)
+        device = next(chunk.parameters()).device
         call = _PassCall(self, forward_step_func, chunk)
         if self._compared is not chunk:
             compare_weights(self.transport, chunk)
             self._compared = chunk
-        engine = self._engine(batch, call.run, next(chunk.parameters()).device)
-        if self.trace is not None:
-            self.trace.events.clear()
+        if self._known is None or self._known[0] is not batch:
+            compare_ranks(self.transport, batch, cannot_play(chunk, batch.plan))
+        started = self._now(device)
+        if self.config.trace_dir:
+            self.trace = self.trace or Trace(clock_of(device))
+            self.trace.begin()
+        engine = self._engine(batch, call.run, device)
         if not any(self.transport.hosts(p.block) for p in batch.plan.passes):
             gather_parameters(chunk)  # the others' forwards wait for it
         with no_sync(chunk):
@@ -122,22 +140,43 @@ class AugTreeSchedule:
                 call.loss, forward_only=forward_only, collect=collect, scale=_grad_scale(chunk)
             )
         if not forward_only:
-            finalize_gradients(chunk, self.transport)
+            with self._span("reduction"):
+                finalize_gradients(chunk, self.transport)
+        self.played, self.seconds = batch, self._now(device) - started
+        if self.guard is not None and not forward_only:
+            self.guard.done(self.seconds)
         return [{"loss": self.last.loss, **self.last.metrics}]
 
+    def _now(self, device: torch.device) -> float:
+        """The time, seconds; where a guard times steps, after all work that the device was given."""
+        if self.guard is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def _span(self, name: str) -> AbstractContextManager:
+        """Around what belongs to no pass."""
+        rank = self.transport.hosts(range(self.transport.world))[0]
+        return self.trace.span(rank, name, "step") if self.trace is not None else nullcontext()
+
     def write_trace(self) -> None:
-        """Write the last step as a Chrome trace, one file a process, where `config.trace_dir` asks for it."""
-        if self.trace is not None:
-            os.makedirs(self.config.trace_dir, exist_ok=True)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self.trace.write(os.path.join(self.config.trace_dir, f"rank-{rank:05d}.json"))
+        """Write the last step as a Chrome trace, planned and measured, where `config.trace_dir` asks for it.
+
+        A file a process, with the ranks that it hosts.
+        """
+        if self.trace is None or self.played is None:
+            return
+        os.makedirs(self.config.trace_dir, exist_ok=True)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        here = self.transport.hosts(range(self.transport.world))
+        planned = planned_events(bar for bar in self.played.bars if bar.rank in here)
+        path = os.path.join(self.config.trace_dir, f"rank-{rank:05d}.json")
+        write_events(path, [*planned, *self.trace.events()])
 
     def _engine(self, batch: StepBatch, model: ModelFn, device: torch.device) -> Engine:
         """The engine of a step; the one that was played last keeps its compiled programs."""
         if self._known is not None and self._known[0] is batch:
             self._known[1].model = model
             return self._known[1]
-        compare_ranks(self.transport, batch)
         engine = Engine(
             batch.plan,
             batch.forest,

@@ -1,7 +1,8 @@
-"""Candidate plans of the ``augtree`` mode: from a handful of choices to passes and events.
+"""Choices, and the recipes that follow from them.
 
-A candidate cuts the pool into aligned blocks, cuts trees into prompt copies where asked, gives the parts to
-blocks (longest first), and makes each block's passes: fused, or prefill (chunks) and replay waves.
+A choice says how one job (some trees, or a part of one, on one block) is played: fused, or prefill (chunks)
+and replay waves; how its leaves lie; what travels; what is kept. `job_recipes` makes its passes. `build`
+makes a whole plan of one choice: the pool cut into equal blocks, trees given to them longest first.
 """
 
 from __future__ import annotations
@@ -10,27 +11,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_augtree.planning.assign import assign
-from megatron_augtree.planning.lanes import place, row_cost
-from megatron_augtree.planning.placement import Placement, Span, collect, zigzag
-from megatron_augtree.planning.plan import Event, Pass, Plan
+from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.plan import Event, Plan
+from megatron_augtree.planning.recipe import Recipe, plan_of
 from megatron_augtree.planning.tree import ForestShape
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What makes a plan.
+    """How a job is played.
 
     Attributes:
         degree: ranks of a block, of the ranks that hold one prompt copy.
-        copies: parts that every tree is cut into, a prompt copy each.
+        copies: parts that a tree is cut into, a prompt copy each.
         phase: ``fused`` or ``phased``.
         chunks, waves: passes of the spine and of the leaves (phased).
-        small: of a phased plan's trees, those of at most so many rows stay fused: they fit as they are.
-        primitive, pieces: how queries meet keys held elsewhere (of the waves, where phased).
+        primitive, pieces, node_ranks, prefetch: how queries meet keys held elsewhere (of the waves, where
+            phased); see `plan.Pass`.
         lane_degree: ranks of a lane; never more than `degree`.
         wide: longest leaves that are cut over the whole block.
         together: trees of a block share passes, or follow each other.
         keep: received keys and values are kept.
+        keep_layers, keep_attention: recompute of a fused pass, or of prefill and chunks; see `plan.Pass`.
+        wave_layers, wave_attention: of the waves.
+        offload: what prefill and chunks keep rests in host memory.
     """
 
     degree: int
@@ -38,13 +42,19 @@ class Choice:
     phase: str = "fused"
     chunks: int = 1
     waves: int = 1
-    small: int = 0
     primitive: str = "gather_kv"
     pieces: int = 1
+    node_ranks: int = 0
+    prefetch: bool = False
     lane_degree: int = 1
     wide: int = 0
     together: bool = True
     keep: bool = True
+    keep_layers: int = -1
+    keep_attention: int = 0
+    wave_layers: int = -1
+    wave_attention: int = 0
+    offload: bool = False
 
     def __str__(self) -> str:
         parts = [f"degree {self.degree}"]
@@ -52,12 +62,19 @@ class Choice:
         parts += [
             self.phase if self.phase == "fused" else f"phased ({self.chunks} chunks, {self.waves} waves)"
         ]
-        parts += [f"trees to {self.small} rows fused"] if self.small else []
         if self.degree > 1:
             parts += [self.primitive + (f" in {self.pieces}" if self.primitive == "gather_kv" else "")]
-        lanes = f"lanes of {self.lane_degree}" + (f", {self.wide} wide" if self.wide else "")
-        parts += [lanes if self.degree > 1 else "", "" if self.together else "trees in turn"]
+            parts += ["node by node"] if self.node_ranks else []
+            parts += ["prefetched"] if self.prefetch else []
+            parts += [f"lanes of {self.lane_degree}" + (f", {self.wide} wide" if self.wide else "")]
+        parts += [_recompute("", self.keep_layers, self.keep_attention)]
+        parts += [_recompute("waves ", self.wave_layers, self.wave_attention)]
+        parts += ["offloaded" if self.offload else "", "" if self.together else "trees in turn"]
         return ", ".join(part for part in parts if part)
+
+
+def _recompute(what: str, whole: int, attention: int) -> str:
+    return "" if whole < 0 else f"{what}keep {whole} layers + {attention} attentions"
 
 
 def cut_pool(world: int, degree: int) -> list[tuple[int, ...]]:
@@ -71,8 +88,112 @@ def cut_pool(world: int, degree: int) -> list[tuple[int, ...]]:
     return blocks
 
 
+def split_inner(shape: ForestShape, nodes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(inner nodes, leaves) of a job's nodes: a node is inner where a child of it is in the job."""
+    parents = {shape.parents[n] for n in nodes}
+    return tuple(n for n in nodes if n in parents), tuple(n for n in nodes if n not in parents)
+
+
+def copies_of(
+    shape: ForestShape, nodes: Sequence[int], copies: int, pairs_per_row: int
+) -> list[tuple[int, ...]]:
+    """Parts of a tree, each with its share of the leaves and all their ancestors."""
+    _, leaves = split_inner(shape, nodes)
+    copies = min(copies, len(leaves))
+    if copies < 2:
+        return [tuple(nodes)]
+    weights = [row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in leaves]
+    where = assign(weights, [0] * copies)
+    parts = []
+    for part in range(copies):
+        chosen = [leaf for leaf, target in zip(leaves, where) if target == part]
+        parts.append(tuple(sorted({n for leaf in chosen for n in shape.chain(leaf)})))
+    return [part for part in parts if part]
+
+
+def waves_of(
+    shape: ForestShape, leaves: Sequence[int], waves: int, pairs_per_row: int
+) -> list[tuple[int, ...]]:
+    """Leaves dealt to at most `waves` waves of even cost."""
+    waves = min(waves, len(leaves))
+    weights = [row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in leaves]
+    where = assign(weights, [0] * waves)
+    dealt = [tuple(n for n, target in zip(leaves, where) if target == wave) for wave in range(waves)]
+    return [wave for wave in dealt if wave]
+
+
+def chunk_rows(shape: ForestShape, inner: Sequence[int], chunks: int) -> list[tuple[int, int]]:
+    """At most `chunks` runs (first row, end) of equal rows of the inner nodes, counted through them."""
+    total = sum(shape.rows[n] for n in inner)
+    chunks = max(1, min(chunks, total))
+    return [(total * i // chunks, total * (i + 1) // chunks) for i in range(chunks)]
+
+
+def job_recipes(
+    choice: Choice,
+    shape: ForestShape,
+    nodes: Sequence[int],
+    start: int,
+    job: int,
+    first: int,
+    pairs_per_row: int,
+) -> tuple[list[Recipe], list[Event]]:
+    """Passes and events of one job.
+
+    Args:
+        choice: how it is played; `copies` and `together` are decided before.
+        shape: the forest.
+        nodes: of the job, ascending.
+        start: first rank of its block of `choice.degree` ranks.
+        job: its number.
+        first: number of its first pass.
+        pairs_per_row: see `lanes.row_cost`.
+    """
+    inner, leaves = split_inner(shape, nodes)
+    common = {"job": job, "start": start, "width": choice.degree, "keep": choice.keep}
+    lanes = {"lane_degree": _lane(choice, choice.degree), "wide": choice.wide}
+    hop = choice.node_ranks if choice.primitive == "gather_kv" else 0
+    travel = {"pieces": choice.pieces, "node_ranks": hop}
+    spine = {"keep_layers": choice.keep_layers, "keep_attention": choice.keep_attention}
+    gather = choice.primitive if choice.primitive != "move_q" else "gather_kv"
+    if choice.phase == "fused" or not inner or not leaves:
+        recipe = Recipe(
+            kind="fused", inner=inner, leaves=leaves, primitive=gather, **common, **lanes, **travel, **spine
+        )
+        return [recipe], [Event("forward", first), Event("backward", first)]
+    recipes, events = [], []
+    runs = chunk_rows(shape, inner, choice.chunks)
+    kind = "prefill" if len(runs) == 1 else "chunk"
+    for index, (lo, hi) in enumerate(runs):
+        reads = tuple(range(first, first + index))
+        recipes.append(
+            Recipe(
+                kind=kind, inner=inner, lo=lo, hi=hi, reads=reads, primitive=gather, offload=choice.offload,
+                **common, **travel, **spine,
+            )
+        )  # fmt: skip
+        events.append(Event("forward", first + index))
+    spines = tuple(range(first, first + len(runs)))
+    waves = {"keep_layers": choice.wave_layers, "keep_attention": choice.wave_attention}
+    for wave in waves_of(shape, leaves, choice.waves, pairs_per_row):
+        index = first + len(recipes)
+        recipes.append(
+            Recipe(
+                kind="replay", leaves=wave, reads=spines, primitive=choice.primitive,
+                prefetch=choice.prefetch, **common, **lanes, **travel, **waves,
+            )
+        )  # fmt: skip
+        events += [Event("forward", index), Event("backward", index)]
+    return recipes, [*events, *(Event("backward", index) for index in reversed(spines))]
+
+
+def _lane(choice: Choice, width: int) -> int:
+    lane = min(choice.lane_degree, width)
+    return lane if width % lane == 0 else 1
+
+
 def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) -> Plan:
-    """Make the plan of a choice.
+    """The plan of one choice for all trees: equal blocks, parts given to them longest first.
 
     Args:
         choice: the decisions.
@@ -81,43 +202,37 @@ def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) ->
         pairs_per_row: cost of a row's linear layers in (query, key) pairs, see `lanes.row_cost`.
     """
     blocks = cut_pool(world, choice.degree)
-    parts = [part for root in shape.roots for part in _copies(shape, root, choice.copies, pairs_per_row)]
+    parts = [
+        part
+        for root in shape.roots
+        for part in copies_of(shape, shape.subtree(root), choice.copies, pairs_per_row)
+    ]
     taken: list[set[int]] = [set() for _ in blocks]
     costs = [sum(row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in part) for part in parts]
     for part, where in zip(parts, _to_blocks(costs, blocks, [part[0] for part in parts])):
         taken[where].update(part)
-    maker = _Maker(choice, shape, pairs_per_row)
+    recipes: list[Recipe] = []
+    events: list[Event] = []
+    jobs = 0
     for block, nodes in zip(blocks, taken):
-        trees = (
-            [sorted(nodes)]
-            if choice.together
-            else [[n for n in shape.subtree(root) if n in nodes] for root in shape.roots if root in nodes]
-        )
+        trees = [tuple(sorted(nodes))]
+        if not choice.together:
+            trees = [tuple(n for n in shape.subtree(root) if n in nodes) for root in shape.roots]
+        own = Choice(**{**choice.__dict__, "degree": len(block)})
         for tree in filter(None, trees):
-            maker.add(block, tree)
-    return Plan(
-        world=world,
+            made, played = job_recipes(own, shape, tree, block[0], jobs, len(recipes), pairs_per_row)
+            recipes += made
+            events += played
+            jobs += 1
+    return plan_of(
+        recipes,
+        events,
         mode="augtree",
         shape=shape,
-        passes=tuple(maker.passes),
-        events=tuple(maker.events),
+        world=world,
+        pairs_per_row=pairs_per_row,
         note=str(choice),
     )
-
-
-def _copies(shape: ForestShape, root: int, copies: int, pairs_per_row: int) -> list[list[int]]:
-    """Parts of a tree, each with its share of the leaves and all their ancestors."""
-    nodes = shape.subtree(root)
-    leaves = [n for n in nodes if not shape.children[n]]
-    if copies == 1 or len(leaves) < 2:
-        return [list(nodes)]
-    weights = [row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in leaves]
-    where = assign(weights, [0] * min(copies, len(leaves)))
-    parts = []
-    for part in range(min(copies, len(leaves))):
-        chosen = [leaf for leaf, target in zip(leaves, where) if target == part]
-        parts.append(sorted({n for leaf in chosen for n in shape.chain(leaf)}))
-    return [part for part in parts if part]
 
 
 def _to_blocks(costs: Sequence[int], blocks: Sequence[tuple[int, ...]], roots: Sequence[int]) -> list[int]:
@@ -131,93 +246,3 @@ def _to_blocks(costs: Sequence[int], blocks: Sequence[tuple[int, ...]], roots: S
         holds.add((roots[part], target))
         loads[target] += costs[part] // len(blocks[target])
     return where
-
-
-class _Maker:
-    """Collects the passes and events of all blocks."""
-
-    def __init__(self, choice: Choice, shape: ForestShape, pairs_per_row: int) -> None:
-        self.choice, self.shape, self.pairs_per_row = choice, shape, pairs_per_row
-        self.passes: list[Pass] = []
-        self.events: list[Event] = []
-        self.jobs = 0
-
-    def add(self, block: tuple[int, ...], nodes: Sequence[int]) -> None:
-        """The passes of some trees on a block: one job."""
-        present = set(nodes)
-        inner = [n for n in nodes if any(c in present for c in self.shape.children[n])]
-        leaves = [n for n in nodes if n not in inner]
-        rows = sum(self.shape.rows[n] for n in nodes)
-        if self.choice.phase == "phased" and inner and leaves and rows > self.choice.small:
-            self._phased(block, inner, leaves)
-        else:
-            index = self._pass(block, "fused", self._place(block, inner, leaves), ())
-            self.events += [Event("forward", index), Event("backward", index)]
-        self.jobs += 1
-
-    def _phased(self, block: tuple[int, ...], inner: Sequence[int], leaves: Sequence[int]) -> None:
-        chunks: list[int] = []
-        for spans in cut_chunks(self.shape, inner, self.choice.chunks):
-            pieces = [piece for span in spans for piece in enumerate(zigzag(*span, [1] * len(block)))]
-            kind = "prefill" if self.choice.chunks == 1 else "chunk"
-            chunks.append(self._pass(block, kind, collect(len(block), pieces), tuple(chunks)))
-        self.events += [Event("forward", chunk) for chunk in chunks]
-        weights = [row_cost(self.shape, n, 0, self.shape.rows[n], self.pairs_per_row) for n in leaves]
-        where = assign(weights, [0] * min(self.choice.waves, len(leaves)))
-        for wave in range(min(self.choice.waves, len(leaves))):
-            chosen = [leaf for leaf, target in zip(leaves, where) if target == wave]
-            if chosen:
-                index = self._pass(block, "replay", self._place(block, (), chosen), tuple(chunks))
-                self.events += [Event("forward", index), Event("backward", index)]
-        self.events += [Event("backward", chunk) for chunk in reversed(chunks)]
-
-    def _place(self, block: tuple[int, ...], inner: Sequence[int], leaves: Sequence[int]) -> Placement:
-        degree = len(block)
-        lane = min(self.choice.lane_degree, degree)
-        return place(
-            self.shape,
-            inner,
-            leaves,
-            degree,
-            lane_degree=lane if degree % lane == 0 else 1,
-            wide=min(self.choice.wide, len(leaves)),
-            pairs_per_row=self.pairs_per_row,
-        )
-
-    def _pass(self, block: tuple[int, ...], kind: str, placement: Placement, reads: tuple[int, ...]) -> int:
-        choice = self.choice
-        primitive = (
-            choice.primitive if kind in ("fused", "replay") or choice.primitive != "move_q" else "gather_kv"
-        )
-        if primitive == "move_q" and not reads:
-            primitive = "gather_kv"
-        self.passes.append(
-            Pass(
-                id=len(self.passes),
-                job=self.jobs,
-                kind=kind,
-                block=block,
-                placement=placement,
-                reads=reads,
-                primitive=primitive if len(block) > 1 else "local",
-                pieces=choice.pieces,
-                keep=choice.keep,
-            )
-        )
-        return len(self.passes) - 1
-
-
-def cut_chunks(shape: ForestShape, inner: Sequence[int], chunks: int) -> list[list[Span]]:
-    """Cut inner nodes, in order, into at most `chunks` runs of equal rows: causal pieces of the spine."""
-    total = sum(shape.rows[n] for n in inner)
-    chunks = max(1, min(chunks, total))
-    edges = [total * i // chunks for i in range(chunks + 1)]
-    runs: list[list[Span]] = [[] for _ in range(chunks)]
-    start = 0
-    for node in inner:
-        for run, (lo, hi) in enumerate(zip(edges, edges[1:])):
-            first, last = max(lo - start, 0), min(hi - start, shape.rows[node])
-            if first < last:
-                runs[run].append(Span(node, first, last))
-        start += shape.rows[node]
-    return runs

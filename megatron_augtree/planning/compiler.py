@@ -1,71 +1,46 @@
 """From a placement to a program: which rows travel when, and which tiles meet them.
 
-Everything tree-specific is in one function, `sees`: may a query row of one span attend to the key rows of
-another? Fused, prefill, chunk and replay passes, one tree or many, two levels or ten, use the same code.
+Who sees what is in `holdings.py`; here is who fetches what from whom, and in which stage.
 
-A tile joins all query rows of a rank that see the same keys: the queries of all leaves against one spine
-shard are one tile, not one per leaf.
+A *relay*: where a block spans nodes, `gather_kv` may send keys that several ranks of another node need there
+once, to the rank that has the place in its node that the owner has in its own. It hands them on inside its
+node one stage later. What it needs itself lies in its ``kv/<stage>`` beside all else that arrives in that
+stage; what it only hands on lies in ``kv/<stage>/relay``, which no tile reads. Turned round, the ranks of a
+node add their dK, dV up at the relay, and the sum crosses once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_augtree.config import AugTreeError
-from megatron_augtree.planning.placement import Placement, Span, count
+from megatron_augtree.planning.holdings import WHOLE, Block, Keys, Laid, full_tiles, state_buffer
+from megatron_augtree.planning.placement import Placement
 from megatron_augtree.planning.schedule import (
     HOME,
     QUERIES,
+    RELAY,
     Payload,
     Program,
     Rows,
     Stage,
     Tile,
     Transfer,
-    buffer_offsets,
-    rows,
+    runs,
+    uncollected,
 )
 from megatron_augtree.planning.tree import ForestShape
 
+__all__ = ["PRIMITIVES", "compile_pass", "state_buffer"]
+
 PRIMITIVES = ("gather_kv", "move_kv", "move_q", "ring", "local")
 
-
-class Held(NamedTuple):
-    """A span of rows and where it lies on a rank."""
-
-    span: Span
-    buffer: str
-    offset: int
-
-    @property
-    def range(self) -> tuple[int, int]:
-        return self.offset, self.offset + self.span.hi - self.span.lo
-
-
-def sees(shape: ForestShape, query: Span, key: Span) -> bool:
-    """Whether every query row sees every key row; the pair (span, same span) is causal and answers False.
-
-    Raises:
-        AugTreeError: two spans of one node straddle.
-    """
-    if query.node != key.node:
-        return key.node in shape.ancestors[query.node]
-    if key.hi <= query.lo:
-        return True
-    if key.lo >= query.hi or key == query:
-        return False
-    raise AugTreeError(
-        "two spans of one node overlap",
-        values=f"{query}, {key}",
-        rule="a node is cut once; its spans are equal or disjoint",
-        remedy="mend the placement",
-    )
-
-
-def state_buffer(pass_id: int) -> str:
-    """Name of the buffer with the keys and values that a pass kept."""
-    return f"state/{pass_id}"
+#: Transfers of a stage, and the tiles of every rank.
+_Stages = list[tuple[list[Transfer], list[list[Tile]]]]
 
 
 def compile_pass(
@@ -75,6 +50,7 @@ def compile_pass(
     states: Sequence[tuple[int, Placement]] = (),
     primitive: str = "gather_kv",
     pieces: int = 1,
+    nodes: Sequence[int] | None = None,
 ) -> Program:
     """Compile the attention of one pass.
 
@@ -86,273 +62,288 @@ def compile_pass(
             ring), ``move_q`` (queries go to prompt state and partial results come back), ``ring`` (whole
             shards, hop by hop: baselines), ``local`` (nothing may have to move).
         pieces: stages that the gather is cut into.
+        nodes: [rank] node of the machine; keys cross to another node once, to a relay that hands them on
+            (``gather_kv`` only). None, or all equal: everyone fetches from the owner.
 
     Returns:
         The forward program.
 
     Raises:
-        AugTreeError: an unknown primitive, ``local`` where rows would have to move.
+        AugTreeError: an unknown primitive, ``local`` where rows would have to move, `nodes` that do not fit.
     """
-    block = _Block(shape, placement, states)
-    if primitive == "move_q":
-        program = _move_q(block)
-    elif primitive == "ring":
-        program = _ring(block)
-    elif primitive in PRIMITIVES:
-        program = _gather(block, block.world - 1 if primitive == "move_kv" else pieces)
-    else:
+    if primitive not in PRIMITIVES:
         raise AugTreeError(
             "unknown primitive",
             values=primitive,
             rule=f"one of {', '.join(PRIMITIVES)}",
             remedy="correct the plan",
         )
-    if primitive == "local" and any(stage.transfers for stage in program.stages):
+    nodes = [0] * len(placement) if nodes is None else nodes
+    if len(nodes) != len(placement) or (len(set(nodes)) > 1 and primitive != "gather_kv"):
+        raise AugTreeError(
+            "keys cannot be handed on inside nodes here",
+            values=f"{primitive}, block of {len(placement)} ranks, nodes {list(nodes)}",
+            rule="every rank of the block is on a node, and only gather_kv hands keys on",
+            remedy="use gather_kv, or compile without nodes",
+        )
+    with uncollected():
+        block = Block(shape, placement, states)
+        if primitive == "move_q":
+            stages = _move_q(block)
+        elif primitive == "ring":
+            stages = _ring(block)
+        else:
+            stages = _gather(block, block.world - 1 if primitive == "move_kv" else pieces, nodes)
+        made = [Stage(tuple(moves), tuple(map(tuple, tiles))) for moves, tiles in _without_idle(stages)]
+    if primitive == "local" and any(stage.transfers for stage in made):
         raise AugTreeError(
             "primitive local cannot run here",
             values=f"block of {block.world} ranks",
             rule="local needs every visible key on the query's own rank",
             remedy="use gather_kv or move_q",
         )
-    return program
-
-
-class _Block:
-    """What every rank of the block holds, indexed by node."""
-
-    def __init__(
-        self, shape: ForestShape, placement: Placement, states: Sequence[tuple[int, Placement]]
-    ) -> None:
-        self.shape, self.world, self.placement = shape, len(placement), placement
-        self.home = [[Held(s, HOME, o) for s, o in buffer_offsets(spans)] for spans in placement]
-        self.state = [
-            [Held(s, state_buffer(p), o) for p, placed in states for s, o in buffer_offsets(placed[rank])]
-            for rank in range(self.world)
-        ]
-        self.buffers = [
-            {HOME: count(spans), **{state_buffer(p): count(placed[r]) for p, placed in states}}
-            for r, spans in enumerate(placement)
-        ]
-        self._seen: list[dict[int, list[Held]]] = [self._index(held) for held in self.home]
-
-    def _index(self, held: list[Held]) -> dict[int, list[Held]]:
-        """Key node -> the query spans of a rank that may see some of it."""
-        index: dict[int, list[Held]] = {}
-        for q in held:
-            for node in (*self.shape.ancestors[q.span.node], q.span.node):
-                index.setdefault(node, []).append(q)
-        return index
-
-    def owned(self, rank: int) -> list[Held]:
-        """All keys and values that live on a rank."""
-        return [*self.state[rank], *self.home[rank]]
-
-    def needed(self, dst: int, keys: Sequence[Held]) -> list[Held]:
-        """Those keys that some query of `dst` sees."""
-        return [
-            k
-            for k in keys
-            if any(sees(self.shape, q.span, k.span) for q in self._seen[dst].get(k.span.node, ()))
-        ]
-
-    def own_triangles(self, rank: int, wanted: Callable[[int], bool]) -> list[Tile]:
-        """Causal tiles of a rank's own rows, one a node; a node's spans lie one after the other."""
-        tiles = []
-        for node in sorted({h.span.node for h in self.home[rank]}):
-            mine = rows(HOME, [h.range for h in self.home[rank] if h.span.node == node])
-            if wanted(node):
-                tiles.append(Tile(mine, mine, causal=True))
-        return tiles
-
-    def full_tiles(self, queries: Sequence[Held], keys: Sequence[Held]) -> list[Tile]:
-        """Rectangles of query rows against key rows of one buffer each, as few as the mask allows."""
-        index = self._index(list(queries))
-        merged: dict[tuple[Rows, str], list[tuple[int, int]]] = {}
-        by_node: dict[tuple[str, int], list[Held]] = {}
-        for key in keys:
-            by_node.setdefault((key.buffer, key.span.node), []).append(key)
-        for (buffer, node), held in by_node.items():
-            held.sort(key=lambda k: k.span.lo)
-            groups: dict[int, list[tuple[int, int]]] = {}
-            for q in index.get(node, ()):
-                if q.buffer == buffer and q.span.node == node:
-                    continue  # the node's own rows on this rank are a causal tile
-                # Descendants see the whole node, its own rows a prefix: a count says which.
-                visible = sum(sees(self.shape, q.span, k.span) for k in held)
-                if visible:
-                    groups.setdefault(visible, []).append(q.range)
-            for visible, ranges in groups.items():
-                query_rows = rows(queries[0].buffer, ranges)
-                merged.setdefault((query_rows, buffer), []).extend(k.range for k in held[:visible])
-        return [Tile(q, rows(buffer, ranges), causal=False) for (q, buffer), ranges in merged.items()]
-
-    def local_tiles(self, rank: int) -> list[Tile]:
-        return self.full_tiles(self.home[rank], self.owned(rank))
-
-    def is_leaf(self, node: int) -> bool:
-        return not self.shape.children[node]
-
-
-def _finish(block: _Block, stages: list[tuple[list[Transfer], list[list[Tile]]]]) -> Program:
-    made = [Stage(tuple(transfers), tuple(map(tuple, tiles))) for transfers, tiles in stages]
     return Program(block.world, block.placement, tuple(block.buffers), tuple(made))
 
 
-def _fetch(
-    block: _Block, name: str, dst: int, sources: Sequence[tuple[int, Sequence[Held]]]
-) -> tuple[list[Transfer], list[Held]]:
-    """Bring keys of several ranks into one buffer of `dst`, laid out by node and row whoever sends them."""
-    arriving = sorted(((k, src) for src, keys in sources for k in keys), key=lambda pair: pair[0].span)
-    landed, transfers, offset = [], [], 0
-    for key, _ in arriving:
-        landed.append(Held(key.span, name, offset))
-        offset += key.span.hi - key.span.lo
-    for src, keys in sources:
-        for buffer in sorted({k.buffer for k in keys}):
-            pairs = sorted(
-                (k.range, spot.range)
-                for (k, s), spot in zip(arriving, landed)
-                if s == src and k.buffer == buffer
-            )
-            transfers += _aligned(Payload.KV, src, dst, buffer, name, pairs)
-    if offset:
-        block.buffers[dst][name] = offset
+def _begin(block: Block, stages: int) -> _Stages:
+    """Stages with a rank's own work at both ends: inner nodes' triangles first, leaves' triangles last.
+
+    Reversed, the leaves hide the first fetch and the spine hides the last gradient's return.
+    """
+    made: _Stages = [([], [[] for _ in range(block.world)]) for _ in range(stages)]
+    for rank in range(block.world):
+        made[0][1][rank] += block.triangles(rank, leaves=False) + block.local_tiles(rank)
+    return made
+
+
+def _end(block: Block, stages: _Stages) -> _Stages:
+    for rank in range(block.world):
+        stages[-1][1][rank] += block.triangles(rank, leaves=True)
+    return stages
+
+
+class _Lot(NamedTuple):
+    """Keys on their way to a rank.
+
+    Attributes:
+        keys: [n] numbers in `Block.keys`, increasing.
+        source, buffer, at: [n] the rank that sends each, the buffer there and its first row in it.
+    """
+
+    keys: np.ndarray
+    source: np.ndarray
+    buffer: np.ndarray
+    at: np.ndarray
+
+
+def _owners(keys: Keys, wanted: np.ndarray) -> _Lot:
+    """Keys from where they live. `wanted`: [keys] bool."""
+    number = np.flatnonzero(wanted)
+    return _Lot(number, keys.rank[number], keys.buffer[number], keys.at[number])
+
+
+def _arrive(
+    block: Block, name: str, dst: int, lot: _Lot, turn: Sequence[int], payload: Payload = Payload.KV
+) -> tuple[list[Transfer], Laid]:
+    """Bring rows of several ranks into one buffer of `dst`, laid out by node and row whoever sends them.
+
+    Args:
+        block: the block.
+        name: the buffer.
+        dst: the rank.
+        lot: the rows.
+        turn: sources in the order of their transfers.
+        payload: what travels.
+    """
+    keys, names = block.keys, block.names
+    lo, hi = keys.lo[lot.keys], keys.hi[lot.keys]
+    landed = Laid(name, np.stack([block.used[keys.node[lot.keys]], lo, hi]))
+    if not landed.count:
+        return [], landed
+    block.buffers[dst][name] = landed.count
+    place = np.zeros(block.world, np.int64)
+    place[list(turn)] = np.arange(len(turn))
+    sender = place[lot.source] * len(names) + lot.buffer
+    short = len(turn) * len(names) < 1 << 15  # numpy sorts 16 bits by counting
+    order = np.argsort(sender.astype(np.int16) if short else sender, kind="stable")
+    transfers = []
+    for first, source, sink in runs(sender[order], lot.at[order], landed.at[order], (hi - lo)[order]):
+        key = order[first]
+        src, buffer = int(lot.source[key]), names[lot.buffer[key]]
+        transfers.append(Transfer(payload, src, dst, Rows(buffer, source), Rows(name, sink)))
     return transfers, landed
 
 
-def _aligned(
-    payload: Payload,
-    src: int,
-    dst: int,
-    source: str,
-    sink: str,
-    pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-) -> list[Transfer]:
-    """Transfers of (source range, sink range) pairs; one, since both ends order spans by node and row."""
-    return [
-        Transfer(payload, src, dst, rows(source, [a for a, _ in pairs]), rows(sink, [b for _, b in pairs]))
-    ]
+class _Routes(NamedTuple):
+    """Who sends the keys of a rank to another, and when.
 
-
-def _gather(block: _Block, pieces: int) -> Program:
-    """Owner to consumer, only what is needed, the remote ranks in `pieces` groups.
-
-    Own work stands at both ends: inner nodes' triangles while the first piece flies, leaves' triangles after
-    the last. Reversed, the leaves hide the first fetch and the spine hides the last gradient's return.
+    Attributes:
+        turn: [to] the ranks that send something, in the order of their transfers.
+        giver: [to, owner] the owner itself, or the relay that hands its keys on.
+        arrival: [to, owner] the stage.
     """
-    world = block.world
-    remote = max(world - 1, 0)
-    pieces = max(1, min(pieces, remote))
-    edges = [remote * i // pieces for i in range(pieces + 1)]
-    stages = [([], [[] for _ in range(world)]) for _ in range(pieces + 1)]
-    for rank in range(world):
-        stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(
-            rank
-        )
-        for piece, (lo, hi) in enumerate(zip(edges, edges[1:])):
-            sources = [
-                ((rank - shift) % world, block.owned((rank - shift) % world))
-                for shift in range(lo + 1, hi + 1)
-            ]
-            sources = [(src, block.needed(rank, keys)) for src, keys in sources]
-            transfers, landed = _fetch(block, f"kv/{piece}", rank, [s for s in sources if s[1]])
-            stages[piece][0].extend(transfers)
-            stages[piece + 1][1][rank] += block.full_tiles(block.home[rank], landed)
-        stages[-1][1][rank] += block.own_triangles(rank, block.is_leaf)
-    return _finish(block, _without_idle(stages))
+
+    turn: list[list[int]]
+    giver: np.ndarray
+    arrival: np.ndarray
 
 
-def _move_q(block: _Block) -> Program:
+def _routes(nodes: Sequence[int], pieces: int) -> _Routes:
+    """A rank fetches from its node's ranks, the nearest below it first, and as a relay from other nodes'.
+
+    Either kind is cut into `pieces` groups, a stage each, as far as there are ranks. With one node this is
+    the direct ring.
+    """
+    world, members = len(nodes), list(dict.fromkeys(nodes))
+    ranks_of = [[r for r in range(world) if nodes[r] == node] for node in members]
+    place = {rank: i for ranks in ranks_of for i, rank in enumerate(ranks)}
+    giver, arrival = np.zeros((2, world, world), np.int64)
+    turn: list[list[int]] = [[] for _ in range(world)]
+    for number, mates in enumerate(ranks_of):
+        size = len(mates)
+        others = [src for hop in range(1, len(members)) for src in ranks_of[number - hop]]
+        for dst in mates:
+            near = [mates[place[dst] - shift] for shift in range(1, size)]
+            far = [src for src in others if place[src] % size == place[dst]]
+            turn[dst] = near + far
+            for sources in (near, far):
+                giver[dst, sources] = sources
+                arrival[dst, sources] = _groups(len(sources), pieces)
+        for src in others:
+            relay = mates[place[src] % size]
+            rest = [dst for dst in mates if dst != relay]
+            giver[rest, src], arrival[rest, src] = relay, arrival[relay, src] + 1
+    return _Routes(turn, giver, arrival)
+
+
+def _groups(count: int, pieces: int) -> list[int]:
+    """[item] its group, where `count` items are cut into at most `pieces` groups of nearly equal size."""
+    pieces = max(1, min(pieces, count))
+    edges = [count * i // pieces for i in range(pieces)]
+    return [bisect_right(edges, item) - 1 for item in range(count)]
+
+
+def _gather(block: Block, pieces: int, nodes: Sequence[int]) -> _Stages:
+    """Owner to consumer, only what is needed, through relays where the block spans nodes."""
+    routes = _routes(nodes, pieces)
+    arrivals = int(routes.arrival.max(initial=0)) + 1
+    stages = _begin(block, arrivals + 1)
+    when = [np.where(block.sees(r), routes.arrival[r][block.keys.rank], -1) for r in range(block.world)]
+    relays = _Relays(block, routes, nodes) if len(set(nodes)) > 1 else None
+    for stage in range(arrivals):
+        name = f"kv/{stage}"
+        for rank in range(block.world):
+            lot = _owners(block.keys, when[rank] == stage)
+            if relays is not None:
+                lot = relays.reroute(rank, lot)
+            transfers, landed = _arrive(block, name, rank, lot, routes.turn[rank])
+            stages[stage][0].extend(transfers)
+            stages[stage + 1][1][rank] += full_tiles(block.shape, block.home[rank], landed)
+            if relays is not None:
+                relays.hold(rank, lot, landed)
+                stages[stage][0].extend(relays.fetch(rank, stage))
+    return _end(block, stages)
+
+
+class _Relays:
+    """Keys that crossed to another node: where its ranks find them.
+
+    Attributes:
+        node: [rank] its node, counted in block order.
+        buffer, at: [node, key] the buffer of the relay and the row in it.
+    """
+
+    def __init__(self, block: Block, routes: _Routes, nodes: Sequence[int]) -> None:
+        self.block, self.routes = block, routes
+        number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        self.node = np.array([number[node] for node in nodes])
+        self.buffer, self.at = np.zeros((2, len(number), len(block.keys.rank)), np.int64)
+        #: [node, used node] end of what any of its ranks sees.
+        self.seen = np.stack([block.seen[self.node == node].max(axis=0) for node in range(len(number))])
+
+    def reroute(self, rank: int, lot: _Lot) -> _Lot:
+        """Take from relays what they hand on."""
+        giver, node = self.routes.giver[rank][lot.source], self.node[rank]
+        direct = giver == lot.source
+        buffer = np.where(direct, lot.buffer, self.buffer[node][lot.keys])
+        return _Lot(lot.keys, giver, buffer, np.where(direct, lot.at, self.at[node][lot.keys]))
+
+    def hold(self, rank: int, lot: _Lot, landed: Laid) -> None:
+        """Remember where the keys of other nodes have landed."""
+        far = self.node[lot.source] != self.node[rank]
+        if not far.any():
+            return
+        if landed.buffer not in self.block.names:
+            self.block.names.append(landed.buffer)
+        self.buffer[self.node[rank], lot.keys[far]] = self.block.names.index(landed.buffer)
+        self.at[self.node[rank], lot.keys[far]] = landed.at[:-1][far]
+
+    def fetch(self, rank: int, stage: int) -> list[Transfer]:
+        """What a rank fetches from other nodes only to hand it on."""
+        keys, routes, node = self.block.keys, self.routes, self.node[rank]
+        mine = (routes.giver[rank] == np.arange(len(self.node))) & (self.node != node)
+        mine &= routes.arrival[rank] == stage
+        wanted = mine[keys.rank] & (keys.hi <= self.seen[node][keys.node])
+        lot = _owners(keys, wanted & (keys.hi > self.block.seen[rank][keys.node]))
+        transfers, landed = _arrive(self.block, f"kv/{stage}{RELAY}", rank, lot, routes.turn[rank])
+        self.hold(rank, lot, landed)
+        return transfers
+
+
+def _move_q(block: Block) -> _Stages:
     """Queries travel to the prompt state, partial results travel back; the leaves' own keys are gathered."""
-    world = block.world
-    stages = [([], [[] for _ in range(world)]) for _ in range(3)]
-    for rank in range(world):
-        others = [src for src in range(world) if src != rank]
-        stages[0][1][rank] += block.own_triangles(rank, lambda n: not block.is_leaf(n)) + block.local_tiles(
-            rank
-        )
-        keys = [(src, block.needed(rank, block.home[src])) for src in others]
-        transfers, landed = _fetch(block, "kv/0", rank, [s for s in keys if s[1]])
-        stages[0][0].extend(transfers)
-        stages[1][1][rank] += block.full_tiles(block.home[rank], landed)
-        out, back, queries = _visitors(block, rank, others)
-        stages[0][0].extend(out)
+    stages = _begin(block, 3)
+    own = block.keys.buffer == block.names.index(HOME)
+    for rank in range(block.world):
+        others = [src for src in range(block.world) if src != rank]
+        lot = _owners(block.keys, own & block.sees(rank))
+        transfers, landed = _arrive(block, "kv/0", rank, lot, others)
+        visitors = _owners(block.keys, own & _visits(block, rank))
+        there, queries = _arrive(block, QUERIES, rank, visitors, others, Payload.Q)
+        back = [Transfer(Payload.PARTIAL, t.dst, t.src, t.sink, t.source) for t in there]
+        stages[0][0].extend(transfers + there)
         stages[2][0].extend(back)
-        if queries:
-            stages[1][1][rank] += block.full_tiles(queries, block.state[rank])
-        stages[2][1][rank] += block.own_triangles(rank, block.is_leaf)
-    return _finish(block, _without_idle(stages))
+        stages[1][1][rank] += full_tiles(block.shape, block.home[rank], landed)
+        for state in block.state[rank]:
+            stages[1][1][rank] += full_tiles(block.shape, queries, state)
+    return _end(block, stages)
 
 
-def _visitors(
-    block: _Block, rank: int, others: Sequence[int]
-) -> tuple[list[Transfer], list[Transfer], list[Held]]:
-    """Queries of other ranks that see prompt state of `rank`, in one buffer, and their way back."""
-    coming = sorted(
-        (
-            (q, src)
-            for src in others
-            for q in block.home[src]
-            if any(sees(block.shape, q.span, k.span) for k in block.state[rank])
-        ),
-        key=lambda pair: pair[0].span,
-    )
-    spots, offset = [], 0
-    for q, _ in coming:
-        spots.append(Held(q.span, QUERIES, offset))
-        offset += q.span.hi - q.span.lo
-    out, back = [], []
-    for src in others:
-        pairs = [(q.range, spot.range) for (q, s), spot in zip(coming, spots) if s == src]
-        if pairs:
-            out += _aligned(Payload.Q, src, rank, HOME, QUERIES, pairs)
-            back += _aligned(Payload.PARTIAL, rank, src, QUERIES, HOME, [(b, a) for a, b in pairs])
-    if offset:
-        block.buffers[rank][QUERIES] = offset
-    return out, back, spots
+def _visits(block: Block, rank: int) -> np.ndarray:
+    """[keys] whether a query of these rows, elsewhere, sees prompt state of `rank`."""
+    ends: dict[int, int] = {}  # node -> end of its first span there
+    for state in block.state[rank]:
+        for node, end in zip(state.nodes, state.spans[2][state.first[:-1]].tolist()):
+            ends[node] = min(ends.get(node, WHOLE), end)
+    ancestors = block.shape.ancestors
+    least = [0 if ends.keys() & ancestors[n] else ends.get(n, WHOLE) for n in block.used.tolist()]
+    return (block.keys.lo >= np.array(least, np.int64)[block.keys.node]) & (block.keys.rank != rank)
 
 
-def _ring(block: _Block) -> Program:
-    """Whole shards from neighbour to neighbour, as ring context parallelism does."""
+def _ring(block: Block) -> _Stages:
+    """Whole shards from neighbour to neighbour, layout unchanged, as ring context parallelism does."""
     world = block.world
-    stages = [([], [[] for _ in range(world)]) for _ in range(world)]
+    stages: _Stages = [([], [[] for _ in range(world)]) for _ in range(world)]
     for rank in range(world):
-        stages[0][1][rank] += block.own_triangles(rank, lambda n: True) + block.local_tiles(rank)
+        stages[0][1][rank] += block.triangles(rank) + block.local_tiles(rank)
     shards = [block.owned(rank) for rank in range(world)]
     for hop in range(world - 1):
         arrived = []
         for rank in range(world):
             src = (rank - 1) % world
-            transfers, landed = _relay(block, f"kv/{hop}", src, rank, shards[src])
-            stages[hop][0].extend(transfers)
-            stages[hop + 1][1][rank] += block.full_tiles(block.home[rank], landed)
+            landed = [laid.moved(f"kv/{hop}/{part}") for part, laid in enumerate(shards[src])]
+            for there, here in zip(shards[src], landed):
+                every = ((0, here.count),)
+                source, sink = Rows(there.buffer, every), Rows(here.buffer, every)
+                stages[hop][0].append(Transfer(Payload.KV, src, rank, source, sink))
+                block.buffers[rank][here.buffer] = here.count
+                stages[hop + 1][1][rank] += full_tiles(block.shape, block.home[rank], here)
             arrived.append(landed)
         shards = arrived
-    return _finish(block, _without_idle(stages))
+    return stages
 
 
-def _relay(
-    block: _Block, name: str, src: int, dst: int, shard: Sequence[Held]
-) -> tuple[list[Transfer], list[Held]]:
-    """Hand a whole shard on, buffer by buffer and layout unchanged, so that every hop names the same rows."""
-    transfers, landed = [], []
-    for part, buffer in enumerate(dict.fromkeys(h.buffer for h in shard)):
-        held = [h for h in shard if h.buffer == buffer]
-        sink, offset = f"{name}/{part}", 0
-        for h in held:
-            landed.append(Held(h.span, sink, offset))
-            offset += h.span.hi - h.span.lo
-        spots = landed[-len(held) :]
-        transfers += _aligned(
-            Payload.KV, src, dst, buffer, sink, [(h.range, spot.range) for h, spot in zip(held, spots)]
-        )
-        block.buffers[dst][sink] = offset
-    return transfers, landed
-
-
-def _without_idle(
-    stages: list[tuple[list[Transfer], list[list[Tile]]]],
-) -> list[tuple[list[Transfer], list[list[Tile]]]]:
+def _without_idle(stages: _Stages) -> _Stages:
     """Join a stage into the one before it where nothing lands between them and nothing computed is sent."""
     kept = [stages[0]]
     for transfers, tiles in stages[1:]:

@@ -1,250 +1,66 @@
-"""What a pass costs: seconds and bytes in closed forms, from its placement alone.
+"""What a pass costs: seconds and bytes in closed forms over the loads of its ranks (`loads.py`).
 
-The forms count exactly what the compiler emits (rows, pairs, received rows, messages; a test compares them),
-so that candidates are priced without compiling them. Times are integer nanoseconds.
+Times are integer nanoseconds. A speed is a multiplier and a shift (`Rate`), so no division depends on the
+language: the C++ core computes the same integers.
 
-    layer    = max over ranks of  linear(rows) + attention(pairs, tiles) + exposed traffic + fixed costs
-    linear   = rows * linear_flops / gemm_flops * (1 + half_rows / rows) + element-wise traffic
-    exposed  = traffic of a stage that does not fit under its tiles (all without overlap) + stage_ns * stages
-    pass     = layers * (forward + backward) + vocabulary of the scored rows + pass_ns
+    layer    = linear(rows) + attention(pairs, tiles) + merging + exposed traffic + fixed costs
+    linear   = (rows + half_rows) * linear_flops / gemm_flops + element-wise traffic
+    exposed  = traffic of a stage that does not fit under its tiles (all without overlap)
+    pass     = max over ranks of  layers * layer + vocabulary of the scored rows,  + pass_ns
+    backward = the same, and what recomputed layers do again
+
+docs/cost_model.md writes them out with units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 from megatron_augtree.planning.cluster import Cluster
+from megatron_augtree.planning.loads import PassLoads, RankLoad
 from megatron_augtree.planning.model import ModelShape
-from megatron_augtree.planning.placement import Placement, Span, count
 from megatron_augtree.planning.plan import Pass
-from megatron_augtree.planning.tree import ForestShape
 
 NS = 10**9
 
 
-@dataclass(frozen=True)
-class RankLoad:
-    """What one rank does in one layer of a pass.
+class Rate(NamedTuple):
+    """Nanoseconds of a count of things: `count * multiplier >> shift`."""
+
+    multiplier: int
+    shift: int
+
+    @staticmethod
+    def of(each: int, per_second: int) -> Rate:
+        """Things of which one costs `each` units, at `per_second` units a second; 40 bits are kept."""
+        shift = max(0, 40 - (each * NS // per_second).bit_length() if each * NS >= per_second else 0)
+        if each and each * NS < per_second:
+            shift = 40 + (per_second // (each * NS)).bit_length()
+        return Rate((each * NS << shift) // per_second, shift)
+
+    def ns(self, count: int) -> int:
+        return count * self.multiplier >> self.shift
+
+
+class Wire(NamedTuple):
+    """Bytes that one rank moves in one layer, sent or received, whichever is more."""
+
+    near: int
+    far: int
+
+
+class Pair(NamedTuple):
+    """Recompute of a pass.
 
     Attributes:
-        rows, scored: its rows, and those that reach the vocabulary.
-        pairs: (query, key) pairs it computes.
-        early: those that need nothing received, leaves' own aside: computed while the first piece travels.
-        triangles: rows of each of its causal tiles.
-        tiles: attention calls, an estimate.
-        kv_in, kv_out: key rows received and sent.
-        q_in, q_out: query rows received and sent (``move_q``).
-        messages: messages sent in the forward.
-        far: whether its block spans nodes.
+        whole: layers that keep everything.
+        attention: of the others, those that keep what attention gave.
     """
 
-    rows: int
-    scored: int
-    pairs: int
-    early: int
-    triangles: tuple[int, ...]
-    tiles: int
-    kv_in: int
-    kv_out: int
-    q_in: int
-    q_out: int
-    messages: int
-    far: bool
-
-
-class PassLoads:
-    """The loads of a pass on every rank of its block.
-
-    Args:
-        shape: the forest.
-        p: the pass.
-        states: placements of the passes it reads.
-        node_ranks: ranks of a node of the machine.
-    """
-
-    def __init__(self, shape: ForestShape, p: Pass, states: Sequence[Placement], node_ranks: int) -> None:
-        self.shape, self.p, self.states, self.node_ranks = shape, p, states, node_ranks
-        self.world = len(p.placement)
-
-    @cached_property
-    def _views(self) -> list[tuple[frozenset[int], dict[int, int]]]:
-        """[rank] -> (nodes that it sees whole, node -> end of what its own rows of the node see)."""
-        views = []
-        for spans in self.p.placement:
-            whole = (
-                frozenset().union(*[self.shape.ancestors[s.node] for s in spans]) if spans else frozenset()
-            )
-            last: dict[int, int] = {}
-            for s in spans:
-                last[s.node] = max(last.get(s.node, 0), s.lo)
-            views.append((whole, last))
-        return views
-
-    def _visible(self, spans: Sequence[Span], rank: int) -> int:
-        """Rows of `spans`, held elsewhere, that some query of `rank` sees."""
-        whole, last = self._views[rank]
-        return sum(s.hi - s.lo for s in spans if s.node in whole or s.hi <= last.get(s.node, 0))
-
-    @cached_property
-    def ranks(self) -> list[RankLoad]:
-        if self.p.primitive == "move_q":
-            return self._move_q()
-        return self._ring() if self.p.primitive == "ring" else self._gather()
-
-    @property
-    def stages(self) -> int:
-        """Stages with transfers in the forward."""
-        remote = self.world - 1
-        if not remote or not any(r.messages for r in self.ranks):
-            return 0
-        if self.p.primitive == "move_q":
-            return 2
-        return remote if self.p.primitive in ("ring", "move_kv") else min(self.p.pieces, remote)
-
-    def _basic(self, rank: int) -> dict[str, Any]:
-        spans = self.p.placement[rank]
-        own: dict[int, int] = {}
-        for s in spans:
-            own[s.node] = own.get(s.node, 0) + s.hi - s.lo
-        return {
-            "rows": count(spans),
-            "scored": sum(min(self.shape.scored[s.node], s.hi - s.lo) for s in spans),
-            "pairs": sum(self.shape.area(*s) for s in spans),
-            "early": self._early(rank, own),
-            "triangles": tuple(own.values()),
-        }
-
-    def _early(self, rank: int, own: dict[int, int]) -> int:
-        """Pairs with keys that a rank holds itself, but for leaves' triangles: those are computed last."""
-        held = dict.fromkeys(range(len(self.shape.rows)), 0)
-        for state in self.states:
-            for s in state[rank]:
-                held[s.node] += s.hi - s.lo
-        pairs = 0
-        for node, n in own.items():
-            pairs += n * sum(own.get(a, 0) + held[a] for a in self.shape.ancestors[node])
-            pairs += n * (n + 1) // 2 + n * held[node] if self.shape.children[node] else 0
-        return pairs
-
-    @property
-    def _far(self) -> bool:
-        """A block that spans nodes is priced by the path between them."""
-        return len({rank // self.node_ranks for rank in self.p.block}) > 1
-
-    def _tiles(self, rank: int, sources: int) -> int:
-        """Own triangles, and a tile a source for the shared nodes and for every other node cut over ranks."""
-        whole, last = self._views[rank]
-        cut = [n for n in last if n not in whole]
-        spread = sum(1 for n in cut if sum(n in view[1] for view in self._views) > 1)
-        shared = min(len(whole), 2)
-        return len(last) + shared * (sources + 1) + spread * sources
-
-    def _gather(self) -> list[RankLoad]:
-        kinds = [self.p.placement, *self.states]
-        flows = [
-            [
-                [self._visible(kind[src], dst) if src != dst else 0 for kind in kinds]
-                for dst in range(self.world)
-            ]
-            for src in range(self.world)
-        ]
-        sources = self.world - 1 if self.p.primitive == "move_kv" else min(self.p.pieces, self.world - 1)
-        return [
-            RankLoad(
-                **self._basic(r),
-                tiles=self._tiles(r, sources),
-                kv_in=sum(sum(f[r]) for f in flows),
-                kv_out=sum(sum(f) for f in flows[r]),
-                q_in=0,
-                q_out=0,
-                messages=sum(any(f) for f in flows[r]),
-                far=self._far,
-            )
-            for r in range(self.world)
-        ]
-
-    def _ring(self) -> list[RankLoad]:
-        shards = [sum(count(kind[r]) for kind in (self.p.placement, *self.states)) for r in range(self.world)]
-        total, remote = sum(shards), self.world - 1
-        loads = []
-        for r in range(self.world):
-            passing = [shards[(r - hop) % self.world] for hop in range(remote)]
-            arriving = total - shards[r] if remote else 0
-            loads.append(
-                RankLoad(
-                    **self._basic(r),
-                    tiles=self._tiles(r, remote),
-                    kv_in=arriving,
-                    kv_out=sum(passing),
-                    q_in=0,
-                    q_out=0,
-                    messages=sum(x > 0 for x in passing),
-                    far=self._far,
-                )
-            )
-        return loads
-
-    def _move_q(self) -> list[RankLoad]:
-        home = [
-            [self._visible(self.p.placement[src], dst) if src != dst else 0 for dst in range(self.world)]
-            for src in range(self.world)
-        ]
-        visits = [
-            [self._visitors(src, dst) if src != dst else 0 for dst in range(self.world)]
-            for src in range(self.world)
-        ]
-        loads = []
-        for r in range(self.world):
-            basic = self._basic(r)
-            basic["pairs"] += self._pairs_moved(r)
-            q_out, q_in = sum(visits[r]), sum(v[r] for v in visits)
-            sent = sum(bool(home[r][o] or visits[r][o]) for o in range(self.world))
-            back = sum(bool(visits[o][r]) for o in range(self.world))
-            loads.append(
-                RankLoad(
-                    **basic,
-                    tiles=self._tiles(r, 1) + 1,
-                    kv_in=sum(h[r] for h in home),
-                    kv_out=sum(home[r]),
-                    q_in=q_in,
-                    q_out=q_out,
-                    messages=sent + back,
-                    far=self._far,
-                )
-            )
-        return loads
-
-    def _sees_state(self, query: Span, rank: int) -> int:
-        """Rows of prompt state on `rank` that a query span sees."""
-        ancestors = self.shape.ancestors[query.node]
-        return sum(
-            s.hi - s.lo
-            for state in self.states
-            for s in state[rank]
-            if s.node in ancestors or (s.node == query.node and s.hi <= query.lo)
-        )
-
-    def _visitors(self, src: int, dst: int) -> int:
-        return sum(q.hi - q.lo for q in self.p.placement[src] if self._sees_state(q, dst))
-
-    def _pairs_moved(self, rank: int) -> int:
-        """Pairs that visitors bring to a rank, less those that its own queries take elsewhere."""
-        come = sum(
-            (q.hi - q.lo) * self._sees_state(q, rank)
-            for other, spans in enumerate(self.p.placement)
-            if other != rank
-            for q in spans
-        )
-        go = sum(
-            (q.hi - q.lo) * self._sees_state(q, other)
-            for q in self.p.placement[rank]
-            for other in range(self.world)
-            if other != rank
-        )
-        return come - go
+    whole: int
+    attention: int
 
 
 @dataclass(frozen=True)
@@ -254,102 +70,348 @@ class Prices:
     model: ModelShape
     cluster: Cluster
 
-    def linear_ns(self, rows: int, flops: int) -> int:
-        """A forward of linear layers over some rows."""
+    # Speeds.
+
+    @cached_property
+    def linear(self) -> Rate:
+        """A row through one layer's linear layers."""
+        return Rate.of(self.model.linear_flops, self.cluster.gemm_flops)
+
+    @cached_property
+    def vocabulary(self) -> Rate:
+        """A row through the vocabulary projection."""
+        return Rate.of(self.model.vocab_flops, self.cluster.gemm_flops)
+
+    @cached_property
+    def beside(self) -> Rate:
+        """What is done row by row beside the linear layers: activations are written and read once."""
+        return Rate.of(2 * self.model.saved_bytes, self.cluster.row_bytes_s)
+
+    @cached_property
+    def merging(self) -> Rate:
+        """Merging a row of a partial result: both are read, one is written."""
+        return Rate.of(3 * self.model.attended_bytes, self.cluster.row_bytes_s)
+
+    @cached_property
+    def attention(self) -> Rate:
+        """A (query, key) pair."""
+        return Rate.of(self.model.pair_flops, self.cluster.attention_flops)
+
+    @cached_property
+    def link(self) -> Rate:
+        return Rate.of(1, self.cluster.link_bytes_s)
+
+    @cached_property
+    def nic(self) -> Rate:
+        return Rate.of(1, self.cluster.nic_bytes_s)
+
+    @cached_property
+    def host(self) -> Rate | None:
+        """A byte between device and host memory; None where they are the same."""
+        return Rate.of(1, self.cluster.host_bytes_s) if self.cluster.host_bytes_s else None
+
+    # Recompute.
+
+    def pair(self, p: Pass) -> Pair:
+        """A pass's recompute: its own, or what Megatron's flags say."""
+        m = self.model
+        if p.keep_layers < 0:
+            return Pair(m.layers - m.recomputed, m.attention_kept)
+        return Pair(p.keep_layers, p.keep_attention)
+
+    # Time.
+
+    def masked_pairs(self, load: RankLoad) -> int:
+        """Pairs that a kernel computes beyond those of the mask: diagonals of causal tiles, and keys that
+        meet fewer queries than a tile has rows."""
         c = self.cluster
-        return (rows + min(rows, 1) * c.gemm_half_rows) * flops * NS // c.gemm_flops
+        diagonal = sum(rows * min(rows, c.tile_rows) // 2 for rows in load.triangles)
+        area = sum(rows * (rows + 1) // 2 for rows in load.triangles)
+        own = max(load.pairs - load.visiting - area, 0)
+        visitors = _padding(load.visiting, load.q_in, c.query_rows)
+        return diagonal + _padding(own, load.rows, c.query_rows) + visitors
 
-    def wasted_pairs(self, load: RankLoad) -> int:
-        """Masked pairs that a kernel computes on the diagonals of causal tiles."""
-        return sum(rows * min(rows, self.cluster.tile_rows) // 2 for rows in load.triangles)
+    def tiles_ns(self, load: RankLoad, pairs: int) -> int:
+        return self.attention.ns(pairs) + load.tiles * self.cluster.tile_ns
 
-    def layer_ns(self, load: RankLoad, stages: int, *, backward: bool, keep: bool) -> int:
-        """One layer of one rank, forward or backward."""
-        c, m = self.cluster, self.model
-        gemm, attention = (c.gemm_backward_pct, c.attention_backward_pct) if backward else (100, 100)
-        linear = self._rows_ns(load.rows) * gemm // 100
-        computed = (load.pairs + self.wasted_pairs(load)) * m.pair_flops * NS // c.attention_flops
-        tiles = (computed + load.tiles * c.tile_ns) * attention // 100
-        moved = self.traffic_bytes(load, backward=backward, keep=keep)
-        wire = moved * NS // (c.nic_bytes_s if load.far else c.link_bytes_s) + load.messages * c.message_ns
-        exposed = self._exposed(wire, tiles, load, stages) if c.overlap else wire
-        return linear + tiles + exposed + stages * c.stage_ns + c.layer_ns * (2 if backward else 1)
-
-    def _rows_ns(self, rows: int) -> int:
+    def rows_ns(self, rows: int) -> int:
         """One layer's linear layers, and what is done row by row beside them, forward."""
-        beside = rows * self.model.saved_bytes * 2 * NS // self.cluster.row_bytes_s
-        return self.linear_ns(rows, self.model.linear_flops) + beside
+        half = min(rows, 1) * self.cluster.gemm_half_rows
+        return self.linear.ns(rows + half) + self.beside.ns(rows)
 
-    def _again_ns(self, load: RankLoad, stages: int) -> int:
-        """What recomputed layers do again before their backward."""
-        m = self.model
-        whole = self.layer_ns(load, stages, backward=False, keep=True)
-        without_attention = self._rows_ns(load.rows) + self.cluster.layer_ns
-        return (m.recomputed - m.attention_kept) * whole + m.attention_kept * without_attention
+    def layer_ns(self, load: RankLoad, loads: PassLoads, *, backward: bool) -> tuple[int, int]:
+        """(one layer of one rank, forward or backward; of that, traffic that nothing hides)."""
+        c, p, stages = self.cluster, loads.p, loads.stages
+        gemm, attention = (c.gemm_backward_pct, c.attention_backward_pct) if backward else (100, 100)
+        linear = self.rows_ns(load.rows) * gemm // 100
+        tiles = self.tiles_ns(load, load.pairs + self.masked_pairs(load)) * attention // 100
+        merge = self.merging.ns(load.merged)
+        moved = self.traffic(load, backward=backward, keep=p.keep)
+        wire = self.link.ns(moved.near) + self.nic.ns(moved.far) + load.messages * c.message_ns
+        if not c.overlap:
+            exposed = wire
+        elif p.prefetch and not backward:
+            exposed = max(0, wire - linear - tiles)
+        else:
+            first = self.attention.ns(load.early) * attention // 100
+            exposed = _exposed(wire, tiles, min(first, tiles), stages)
+        fixed = stages * c.stage_ns + c.layer_ns * (2 if backward else 1)
+        return linear + tiles + merge + exposed + fixed, exposed
 
-    def _exposed(self, wire: int, tiles: int, load: RankLoad, stages: int) -> int:
-        """Equal pieces: the first hides under the rank's own tiles, each later one under its forerunner's."""
-        if not stages:
-            return 0
-        first = tiles * load.early // max(load.pairs, 1)
-        piece, later = wire // stages, (tiles - first) // stages
-        return max(0, piece - first) + (stages - 1) * max(0, piece - later)
-
-    def traffic_bytes(self, load: RankLoad, *, backward: bool, keep: bool) -> int:
+    def traffic(self, load: RankLoad, *, backward: bool, keep: bool) -> Wire:
         """Bytes that a rank sends or receives, whichever is more, in one layer."""
-        return max(self._bytes(load, out, backward=backward, keep=keep) for out in (True, False))
+        far = [self._bytes(load, out, backward, keep, far=True) for out in (True, False)]
+        all_ = [self._bytes(load, out, backward, keep, far=False) for out in (True, False)]
+        return Wire(max(a - f for a, f in zip(all_, far)), max(far))
 
-    def _bytes(self, load: RankLoad, out: bool, *, backward: bool, keep: bool) -> int:
+    def _bytes(self, load: RankLoad, out: bool, backward: bool, keep: bool, *, far: bool) -> int:
         m = self.model
-        kv, q, back = (load.kv_out, load.q_out, load.q_in) if out else (load.kv_in, load.q_in, load.q_out)
+        if far:
+            rows = load.kv_far_out, load.kv_far_in, load.q_far_out, load.q_far_in
+        else:
+            rows = load.kv_out, load.kv_in, load.q_out, load.q_in
+        kv_out, kv_in, q_out, q_in = rows
+        kv, grad, q, back = (kv_out, kv_in, q_out, q_in) if out else (kv_in, kv_out, q_in, q_out)
         query, value = m.q_heads * m.k_dim, m.q_heads * m.v_dim
         if not backward:
             return kv * m.kv_bytes + q * query * m.item_bytes + back * (value + m.q_heads) * m.accum_bytes
-        grad = load.kv_in if out else load.kv_out  # dK, dV go the other way
+        # dK, dV go the other way.
         total = grad * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
         total += q * (value * m.item_bytes + 2 * m.q_heads * m.accum_bytes) + back * query * m.accum_bytes
         return total if keep else total + kv * m.kv_bytes + q * query * m.item_bytes
 
     def pass_ns(self, loads: PassLoads) -> tuple[int, int]:
-        """(forward, backward) of a pass: its slowest rank."""
-        m, c, p = self.model, self.cluster, loads.p
-        times = []
-        for backward in (False, True):
-            slowest = 0
-            for load in loads.ranks:
-                layer = self.layer_ns(load, loads.stages, backward=backward, keep=p.keep)
-                vocab = self.linear_ns(load.scored, m.vocab_flops) * (2 if backward else 1)
-                again = self._again_ns(load, loads.stages) if backward else 0
-                slowest = max(slowest, m.layers * layer + vocab + again)
-            times.append(slowest + c.pass_ns)
-        return times[0], times[1]
+        """(forward, backward) of a pass on one pipeline stage: its slowest rank."""
+        return PassPrice(self, loads, provides=False).time(self.pair(loads.p))
+
+    # Memory.
 
     def pass_bytes(self, loads: PassLoads, *, provides: bool) -> list[int]:
-        """[rank] bytes that a pass keeps from its forward to its backward."""
-        m, p = self.model, loads.p
-        held = []
-        for load in loads.ranks:
-            received = load.kv_in * m.kv_bytes + load.q_in * m.q_heads * m.k_dim * m.item_bytes
-            received = received if p.keep else 0
-            total = (m.layers - m.recomputed) * (load.rows * m.saved_bytes + received)
-            total += m.recomputed * load.rows * m.input_bytes
-            total += m.attention_kept * (load.rows * m.attended_bytes + received)
-            if provides:
-                total += m.layers * load.rows * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
-                # Elsewhere the layer's own activations hold keys and values.
-                total += m.recomputed * load.rows * m.kv_bytes
-            held.append(total + load.scored * m.vocab * m.accum_bytes * 2)
-        return held
+        """[rank] bytes that a pass keeps on the device from its forward to its backward; see `PassPrice`."""
+        return PassPrice(self, loads, provides=provides).kept(self.pair(loads.p))
 
     def work_bytes(self, loads: PassLoads) -> list[int]:
-        """[rank] bytes that one layer's backward needs beside what was kept: its activations' gradients, the
-        attention's accumulators and what is on the wire; measured, a little over two layers' activations.
-        A recomputed layer's activations come on top."""
+        """[rank] bytes that a pass needs beside what it keeps; see `PassPrice`."""
+        return PassPrice(self, loads, provides=False).work(self.pair(loads.p))
+
+    def received_bytes(self, load: RankLoad) -> int:
+        """Keys, values and queries that came to a rank in one layer."""
         m = self.model
-        quarters = 13 if m.recomputed else 9
+        return load.kv_in * m.kv_bytes + load.q_in * m.q_heads * m.k_dim * m.item_bytes
+
+    def logits_again(self, load: RankLoad) -> bool:
+        """Logits beyond what is made at once are made again in the backward."""
+        return 0 < self.model.logit_rows < load.scored
+
+
+class _Line(NamedTuple):
+    """One rank of a pass, ready for any recompute pair: nanoseconds and bytes.
+
+    Attributes:
+        forward, backward: of a layer; `exposed`: of both, traffic that nothing hides.
+        again, again_rest: what a recomputed layer does again, all of it and without attention.
+        vocabulary, vocabulary_back: the projection of the scored rows.
+        fixed: bytes kept whatever the pair; `whole`, `attention`: more for each layer that keeps everything,
+            or what attention gave.
+        state: bytes of prompt state; `state_whole`: less for each layer that keeps everything anyway.
+        work, work_again: bytes beside what is kept, without and with recomputed layers.
+    """
+
+    forward: int
+    backward: int
+    exposed: int
+    again: int
+    again_rest: int
+    vocabulary: int
+    vocabulary_back: int
+    fixed: int
+    whole: int
+    attention: int
+    state: int
+    state_whole: int
+    work: int
+    work_again: int
+
+
+class PassPrice:
+    """The price of a pass for every recompute pair.
+
+    Under a pipeline a pass is a slot of each stage: times are a stage's, with its share of the layers; as
+    many passes as stages are under way, so bytes are those of all layers.
+
+    Args:
+        prices: model and machine.
+        loads: the pass.
+        provides: later passes read its keys and values.
+    """
+
+    def __init__(self, prices: Prices, loads: PassLoads, *, provides: bool) -> None:
+        self.prices, self.p = prices, loads.p
+        self.layers = prices.model.layers
+        self.lines = [self._line(load, loads, provides) for load in loads.ranks]
+        self.offloads = loads.p.offload and prices.host is not None
+
+    def _line(self, load: RankLoad, loads: PassLoads, provides: bool) -> _Line:
+        prices, m, p = self.prices, self.prices.model, loads.p
+        once, exposed = prices.layer_ns(load, loads, backward=False)
+        back, exposed_back = prices.layer_ns(load, loads, backward=True)
+        vocabulary = prices.vocabulary.ns(load.scored + min(load.scored, 1) * prices.cluster.gemm_half_rows)
+        chunked = prices.logits_again(load)
+        logits = load.scored * m.vocab * m.accum_bytes
+        received = prices.received_bytes(load) if p.keep else 0
+        kv = load.rows * m.kv_bytes
+        wire = (load.kv_in + load.kv_out) * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
+        wire += load.kv_in * m.kv_bytes if p.prefetch else 0
+        chunk = 3 * m.logit_rows * m.vocab * m.accum_bytes if chunked else logits
+        quarter = load.rows * m.saved_bytes // 4
+        return _Line(
+            forward=once,
+            backward=back,
+            exposed=exposed + exposed_back,
+            again=once,
+            again_rest=prices.rows_ns(load.rows) + prices.cluster.layer_ns,
+            vocabulary=vocabulary,
+            vocabulary_back=vocabulary * (3 if chunked else 2),
+            fixed=m.layers * load.rows * m.input_bytes
+            + (load.scored * m.hidden * m.item_bytes if chunked else 2 * logits),
+            whole=load.rows * (m.saved_bytes - m.input_bytes) + received,
+            attention=load.rows * m.attended_bytes + received,
+            state=m.layers * (load.rows * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes + kv)
+            if provides
+            else 0,
+            # Elsewhere the layer's own activations hold keys and values.
+            state_whole=kv if provides and not p.offload else 0,
+            work=9 * quarter + wire + chunk,
+            work_again=13 * quarter + wire + chunk,
+        )
+
+    @property
+    def hidden(self) -> bool:
+        """Whether no traffic shows: other ways to move the same rows can only cost more."""
+        return not any(x.exposed for x in self.lines)
+
+    def time(self, pair: Pair) -> tuple[int, int]:
+        """(forward, backward) ns of a stage's share of the layers: the slowest rank's."""
+        stages = self.prices.model.stages
+        layers, whole, attention = -(-self.layers // stages), pair.whole // stages, pair.attention // stages
+        forward = max(layers * x.forward + x.vocabulary for x in self.lines)
+        backward = max(
+            layers * x.backward
+            + x.vocabulary_back
+            + (layers - whole - attention) * x.again
+            + attention * x.again_rest
+            for x in self.lines
+        )
+        if self.offloads:
+            moved = self.prices.host.ns(max(self._resting(x, pair) for x in self.lines))
+            forward, backward = max(forward, moved), max(backward, moved)
+        return forward + self.prices.cluster.pass_ns, backward + self.prices.cluster.pass_ns
+
+    def _resting(self, x: _Line, pair: Pair) -> int:
+        """Bytes from forward to backward, prompt state aside."""
+        return x.fixed + pair.whole * x.whole + pair.attention * x.attention
+
+    def kept(self, pair: Pair) -> list[int]:
+        """[rank] bytes on the device from forward to backward."""
         return [
-            load.rows * m.saved_bytes * quarters // 4
-            + (load.kv_in + load.kv_out) * m.kv_heads * (m.k_dim + m.v_dim) * m.accum_bytes
-            + load.scored * m.vocab * m.accum_bytes
-            for load in loads.ranks
+            (0 if self.offloads else self._resting(x, pair)) + x.state - pair.whole * x.state_whole
+            for x in self.lines
         ]
+
+    def work(self, pair: Pair) -> list[int]:
+        """[rank] bytes that one layer's backward needs beside what was kept: its activations' gradients,
+        attention's accumulators and what is on the wire; measured, a little over two layers' activations.
+        A recomputed layer's own activations come on top, and logits and their gradients."""
+        return [x.work if pair.whole == self.layers else x.work_again for x in self.lines]
+
+    def peak(self, pair: Pair) -> int:
+        """Bytes of the heaviest rank while the pass runs alone."""
+        return max(a + b for a, b in zip(self.kept(pair), self.work(pair)))
+
+    def demand(self) -> Demand:
+        """What the heaviest rank wants of memory, and what it saves, for every pair."""
+        return Demand(
+            layers=self.layers,
+            fixed=max(x.state if self.offloads else x.state + x.fixed for x in self.lines),
+            whole=0 if self.offloads else max(x.whole - x.state_whole for x in self.lines),
+            attention=0 if self.offloads else max(x.attention for x in self.lines),
+            work=max(x.work for x in self.lines),
+            work_again=max(x.work_again for x in self.lines),
+            saved=max(x.again for x in self.lines),
+            saved_attention=max(x.again - x.again_rest for x in self.lines),
+        )
+
+
+class Demand(NamedTuple):
+    """Memory and savings of a pass, or of some passes, as a function of the recompute pair.
+
+    Attributes:
+        layers: of the model.
+        fixed: bytes kept with the pair (0, 0); `whole`, `attention`: more for each layer of either kind.
+        work, work_again: bytes beside what is kept, without and with recomputed layers.
+        saved, saved_attention: nanoseconds saved by each layer of either kind.
+    """
+
+    layers: int
+    fixed: int
+    whole: int
+    attention: int
+    work: int
+    work_again: int
+    saved: int
+    saved_attention: int
+
+    def together(self, other: Demand) -> Demand:
+        """Of two passes that are alive at the same time."""
+        return Demand(
+            self.layers,
+            self.fixed + other.fixed,
+            self.whole + other.whole,
+            self.attention + other.attention,
+            max(self.work, other.work),
+            max(self.work_again, other.work_again),
+            self.saved + other.saved,
+            self.saved_attention + other.saved_attention,
+        )
+
+    def in_turn(self, other: Demand) -> Demand:
+        """Of two passes of which one ends before the other begins."""
+        return Demand(*[max(a, b) for a, b in zip(self, other)])
+
+    def beside(self, bytes_: int) -> Demand:
+        """While these are kept, another pass needs so many bytes at its peak."""
+        return self._replace(work=max(self.work, bytes_), work_again=max(self.work_again, bytes_))
+
+    def kept(self, pair: Pair) -> int:
+        return self.fixed + pair.whole * self.whole + pair.attention * self.attention
+
+    def peak(self, pair: Pair) -> int:
+        return self.kept(pair) + (self.work if pair.whole == self.layers else self.work_again)
+
+    def fit(self, room: int) -> Pair | None:
+        """The pair that saves most time within `room` bytes, or None where none fits: a closed form in the
+        number of attention layers for every number of whole ones. Ties go to more whole layers."""
+        best, gain = None, -1
+        for whole in range(self.layers, -1, -1):
+            left = room - self.peak(Pair(whole, 0))
+            if left < 0:
+                continue
+            rest = self.layers - whole
+            attention = min(rest, left // self.attention) if self.attention else rest
+            saved = whole * self.saved + attention * self.saved_attention
+            if saved > gain:
+                best, gain = Pair(whole, attention), saved
+        return best
+
+
+def _padding(pairs: int, rows: int, floor: int) -> int:
+    """Pairs that a kernel computes for query rows that are not there."""
+    return pairs * (floor - rows) // rows if 0 < rows < floor else 0
+
+
+def _exposed(wire: int, tiles: int, first: int, stages: int) -> int:
+    """Equal pieces: the first hides under the rank's own tiles, each later one under its forerunner's."""
+    if not stages:
+        return 0
+    piece, later = wire // stages, (tiles - first) // stages
+    return max(0, piece - first) + (stages - 1) * max(0, piece - later)

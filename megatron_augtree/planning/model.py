@@ -21,6 +21,7 @@ class ModelShape:
         attention_kept: those of them that keep what attention gave, too.
         logit_rows: rows whose logits are made at once; 0: all scored rows of a pass.
         stages: pipeline stages that the layers are cut into.
+        can_recompute, can_offload: whether a pass may say so for itself (``mcore/recompute.py``).
     """
 
     layers: int
@@ -39,6 +40,8 @@ class ModelShape:
     attention_kept: int = 0
     logit_rows: int = 0
     stages: int = 1
+    can_recompute: bool = True
+    can_offload: bool = True
 
     @property
     def linear_flops(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,8 +17,10 @@ from typing import NamedTuple
 from megatron_augtree.config import MODES, AugTreeError, InputError
 from megatron_augtree.planning.compiler import PRIMITIVES, compile_pass
 from megatron_augtree.planning.placement import Placement, Span, count
-from megatron_augtree.planning.schedule import Program, check
+from megatron_augtree.planning.plan_rules import check_events, check_job, check_pass, require
+from megatron_augtree.planning.schedule import Program
 from megatron_augtree.planning.tree import ForestShape
+from megatron_augtree.planning.verify import check
 
 KINDS = ("fused", "prefill", "chunk", "replay")
 
@@ -104,7 +105,12 @@ class Plan:
             p = self.passes[pass_id]
             states = [(read, self.passes[read].placement) for read in p.reads]
             self._programs[pass_id] = compile_pass(
-                self.shape, p.placement, states=states, primitive=p.primitive, pieces=p.pieces
+                self.shape,
+                p.placement,
+                states=states,
+                primitive=p.primitive,
+                pieces=p.pieces,
+                nodes=[rank // p.node_ranks for rank in p.block] if p.node_ranks else None,
             )
         return self._programs[pass_id]
 
@@ -212,15 +218,20 @@ class Plan:
         Raises:
             AugTreeError: the first broken rule.
         """
-        _require(self.mode in MODES, f"the mode is one of {', '.join(MODES)}", self.mode)
+        require(self.mode in MODES, f"the mode is one of {', '.join(MODES)}", self.mode)
         for p in self.passes:
-            _check_pass(self, p)
+            require(
+                p.kind in KINDS and p.primitive in PRIMITIVES,
+                "a pass has a known kind and primitive",
+                f"pass {p.id}: {p.kind}, {p.primitive}",
+            )
+            check_pass(self, p)
         for job, passes in enumerate(self.jobs):
-            _check_job(self, job, [self.passes[p] for p in passes])
+            check_job(self, job, [self.passes[p] for p in passes])
         missing = [n for n, ends in enumerate(self.shape.ends) if ends and n not in self.job_of_node]
-        _require(not missing, "every sequence's last node is in a job", f"nodes {missing[:8]} are in none")
-        _check_events(self)
-        _require(
+        require(not missing, "every sequence's last node is in a job", f"nodes {missing[:8]} are in none")
+        check_events(self)
+        require(
             not budget_bytes or self.peak_bytes <= budget_bytes,
             "the predicted peak is within the budget",
             f"{self.peak_bytes} of {budget_bytes} bytes",
@@ -260,10 +271,16 @@ def table(plan: Plan) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     total = plan.shape.total_rows
     head = (
-        f"{plan.mode}: {total} rows in {len(plan.shape.roots)} trees on {plan.world} ranks, "
-        f"{len(plan.passes)} passes" + (f"; {plan.note}" if plan.note else "")
+        f"{plan.mode}: {counted(total, 'row')} in {counted(len(plan.shape.roots), 'tree')} on "
+        f"{counted(plan.world, 'rank')}, {counted(len(plan.passes), 'pass', 'passes')}"
+        + (f"; {plan.note}" if plan.note else "")
     )
     return "\n".join([head, *lines])
+
+
+def counted(number: int, word: str, plural: str = "") -> str:
+    """A number of things: ``1 tree``, ``2 trees``."""
+    return f"{number} {word if number == 1 else plural or word + 's'}"
 
 
 def _check_types(plan: Plan) -> None:
@@ -281,126 +298,3 @@ def _check_types(plan: Plan) -> None:
     wrong = [value for kind, values in fields for value in values if type(value) is not kind]
     if wrong:
         raise TypeError(f"{wrong[0]!r} is of the wrong type")
-
-
-def _check_pass(plan: Plan, p: Pass) -> None:
-    _require(
-        p.kind in KINDS and p.primitive in PRIMITIVES,
-        "a pass has a known kind and primitive",
-        f"pass {p.id}: {p.kind}, {p.primitive}",
-    )
-    _require(
-        0 <= p.id < len(plan.passes) and plan.passes[p.id] is p,
-        "passes are numbered in order",
-        f"pass {p.id}",
-    )
-    _require(
-        len(set(p.block)) == len(p.block) == len(p.placement) > 0
-        and all(0 <= rank < plan.world for rank in p.block),
-        "a block's ranks are distinct ranks of the pool",
-        f"pass {p.id}: {p.block} of {plan.world}",
-    )
-    _require(
-        all(0 <= node < len(plan.shape.rows) for node in p.nodes),
-        "a pass holds nodes of the forest",
-        f"pass {p.id}: {sorted(p.nodes)} of {len(plan.shape.rows)}",
-    )
-    _require(
-        all(list(spans) == sorted(spans) for spans in p.placement),
-        "a rank's spans are in the order of nodes and rows: tiles and transfers count on it",
-        f"pass {p.id}",
-    )
-    for read in p.reads:
-        _require(
-            0 <= read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
-            "a pass reads earlier passes of its job on its block",
-            f"pass {p.id} reads {read}",
-        )
-    _require(p.primitive != "move_q" or bool(p.reads), "move_q needs prompt state", f"pass {p.id}")
-
-
-def _check_job(plan: Plan, job: int, passes: list[Pass]) -> None:
-    """Every row once; every ancestor's row where the pass can see it."""
-    shape = plan.shape
-    held: dict[int, list[tuple[int, int]]] = {}
-    for p in passes:
-        for spans in p.placement:
-            for span in spans:
-                held.setdefault(span.node, []).append((span.lo, span.hi))
-    for node, ranges in held.items():
-        _require(
-            _covers(ranges, shape.rows[node]),
-            "a job holds every row of its nodes once",
-            f"job {job}, node {node}: {sorted(ranges)} of {shape.rows[node]} rows",
-        )
-        _require(
-            shape.ancestors[node] <= held.keys(),
-            "a job holds the ancestors of its nodes",
-            f"job {job}, node {node}",
-        )
-    for p in passes:
-        seen = [plan.passes[q] for q in (*p.reads, p.id)]
-        for node in p.nodes:
-            last = max(span.hi for spans in p.placement for span in spans if span.node == node)
-            visible = [(s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == node]
-            _require(
-                _covers([r for r in visible if r[0] < last], last),
-                "a pass reads its node's earlier rows",
-                f"pass {p.id}, node {node}",
-            )
-            for ancestor in shape.ancestors[node]:
-                visible = [
-                    (s.lo, s.hi) for q in seen for spans in q.placement for s in spans if s.node == ancestor
-                ]
-                _require(
-                    _covers(visible, shape.rows[ancestor]),
-                    "a pass reads all its ancestors' rows",
-                    f"pass {p.id}, node {node}, ancestor {ancestor}",
-                )
-
-
-def _covers(ranges: Iterable[tuple[int, int]], end: int) -> bool:
-    edge = 0
-    for lo, hi in sorted(ranges):
-        if lo != edge or hi <= lo:
-            return False
-        edge = hi
-    return edge == end
-
-
-def _check_events(plan: Plan) -> None:
-    forward: set[int] = set()
-    backward: set[int] = set()
-    for action, pass_id in plan.events:
-        _require(0 <= pass_id < len(plan.passes), "an event is of a pass", f"{action} {pass_id}")
-        p = plan.passes[pass_id]
-        if action == "forward":
-            _require(
-                set(p.reads) <= forward - backward and pass_id not in forward,
-                "a forward comes once, while the state it reads is alive",
-                f"pass {pass_id}",
-            )
-            forward.add(pass_id)
-        else:
-            readers = {q.id for q in plan.passes if pass_id in q.reads}
-            _require(
-                action == "backward" and pass_id in forward - backward and readers <= backward,
-                "a backward comes once, after its readers'",
-                f"{action} {pass_id}",
-            )
-            backward.add(pass_id)
-    _require(
-        forward == backward == set(range(len(plan.passes))),
-        "every pass has a forward and a backward",
-        f"forward {sorted(forward)}, backward {sorted(backward)}",
-    )
-
-
-def _require(good: bool, rule: str, values: str) -> None:
-    if not good:
-        raise AugTreeError(
-            "a plan breaks a rule",
-            values=values,
-            rule=rule,
-            remedy="plan again; a plan that the planner made and that fails here is a bug",
-        )

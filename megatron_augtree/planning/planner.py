@@ -1,27 +1,32 @@
-"""Chooses a plan just before the update, from lengths alone: candidates -> feasible -> cheapest.
+"""From lengths to a plan: candidates, feasible ones, the cheapest.
 
-The search goes from what matters most to what matters least: blocks, prompt copies and lanes first (imbalance
-costs more than traffic), then primitive and pieces, then phases and waves, which also take over where memory
-is short. The baselines' plans are candidates, so the predicted time is never worse than theirs. Ties go to
-the earlier candidate: same lengths, same plan, on every rank and machine.
+Planning is pure and deterministic: integers only, ties go to the earlier candidate, so the same lengths give
+the same plan, on every rank and machine. The search is in `jobs.py` (one tree on one block) and `pool.py`
+(the batch over the pool); the peers' plans (`baselines/`) are candidates too, so that none is ever cheaper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError
-from megatron_augtree.planning.baselines import baseline_plan
-from megatron_augtree.planning.candidates import Choice, build
-from megatron_augtree.planning.cluster import GIB, Cluster, preset
-from megatron_augtree.planning.cost import NS, PassLoads, Prices
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError
+from megatron_augtree.planning.baselines import FREE, Costs, baseline_plan, variants
+from megatron_augtree.planning.baselines.hybrid import widths
+from megatron_augtree.planning.candidates import copies_of
+from megatron_augtree.planning.cluster import GIB, Cluster, cluster_of
+from megatron_augtree.planning.cost import NS, Prices
+from megatron_augtree.planning.fast import FastJobs, make_jobs
+from megatron_augtree.planning.jobs import EVERY_RANK, Jobs, Options
+from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Event, Plan, with_note
+from megatron_augtree.planning.pool import Arrangement, Pool
+from megatron_augtree.planning.recipe import Recipe, plan_of
+from megatron_augtree.planning.rivals import Rivals
 from megatron_augtree.planning.tree import ForestShape
 
-#: Baselines that are candidates too: those whose forest the planner has.
-_CANDIDATE_BASELINES = ("gather-reuse", "ring-reuse", "ring-reuse-per-response")
+_ROOM_FOR_KEYS = "a block has ranks for the primitive, leaves for copies and waves, spine rows for chunks"
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ def price(plan: Plan, prices: Prices) -> Priced:
     """Predicted time and memory of a plan.
 
     A rank's time is the sum of its passes (a block waits for its slowest rank in every layer); the plan's is
-    the slowest rank's. Memory follows the events: what passes keep from forward to backward, plus one layer's
-    work.
+    the slowest rank's, and under a pipeline (1F1B) filling and draining it adds (stages - 1) longest passes.
+    Memory follows the events: what passes keep from forward to backward, plus one layer's work.
     """
     loads = [
         PassLoads(plan.shape, p, [plan.passes[r].placement for r in p.reads], prices.cluster.node_ranks)
@@ -72,8 +77,22 @@ def price(plan: Plan, prices: Prices) -> Priced:
             alive[rank] += 0 if backward else kept[pass_id][index]
             peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
             alive[rank] -= kept[pass_id][index] if backward else 0
+    slot = max((sum(pair) for pair in times), default=0)
     base = prices.cluster.base_bytes if plan.passes else 0
-    return Priced(plan, max(busy, default=0), base + max(peak, default=0))
+    time = max(busy, default=0) + (prices.model.stages - 1) * slot
+    return Priced(plan, time, base + max(peak, default=0))
+
+
+def price_recipes(
+    jobs: Jobs, recipes: Sequence[Recipe], events: Sequence[Event], world: int
+) -> tuple[int, int]:
+    """(ns, bytes) of some recipes, as `price` says of their plan."""
+    if isinstance(jobs, FastJobs):
+        time_ns, peak_bytes = jobs.price(recipes, events, world)
+        return time_ns, peak_bytes + (jobs.prices.cluster.base_bytes if recipes else 0)
+    rules = {"mode": "augtree", "shape": jobs.shape, "world": world, "pairs_per_row": jobs.unit}
+    priced = price(plan_of(recipes, events, **rules), jobs.prices)
+    return priced.time_ns, priced.peak_bytes
 
 
 def make_plan(
@@ -111,24 +130,46 @@ def explain(
     mode: str | None = None,
 ) -> tuple[Plan, list[Considered]]:
     """`make_plan`, with all candidates that were looked at, cheapest first; those over the budget last."""
-    cluster = preset(config.cluster)
+    cluster = cluster_of(config.cluster)
     prices = Prices(model, cluster)
-    search = _Search(shape, prices, world, config)
+    search = _Search(shape, prices, world, config, tree_groups)
     if (mode or config.mode) == "augtree":
-        best = search.run(tree_groups)
+        best = search.run()
     else:
-        best = price(baseline_plan(mode or config.mode, shape, tree_groups, world, config.degree), prices)
+        best = search.baseline(mode or config.mode)
         if config.mode == "augtree" and best.peak_bytes > search.budget:
-            raise search.over_budget(best)
+            raise search.over_budget(best.plan.note, best.peak_bytes)
     plan = with_note(best.plan, best.plan.note, best.time_ns / NS, best.peak_bytes, cluster.digest())
     plan.check(budget_bytes=search.budget if config.mode == "augtree" else 0)
     considered = sorted(search.considered, key=lambda c: (not c.fits, c.time_ns))
     return plan, considered
 
 
+def configured(model: ModelShape, config: AugTreeConfig) -> ModelShape:
+    """The model as the settings run it: layers that keep attention, rows whose logits are made at once."""
+    kept = model.recomputed if config.keep_attention < 0 else min(model.recomputed, config.keep_attention)
+    logits = (config.logit_chunk_mib << 20) // (model.vocab * max(4, model.item_bytes))
+    return replace(model, attention_kept=kept, logit_rows=max(1, logits))
+
+
+def unshared_least(shape: ForestShape, model: ModelShape, world: int, config: AugTreeConfig) -> float:
+    """Seconds that a mode which shares nothing takes at the least: sequences spread evenly, a pass each.
+
+    Args:
+        shape: the shared forest of the step.
+        model, world, config: as for `make_plan`.
+    """
+    prices = Prices(model, cluster_of(config.cluster))
+    lengths = [(ends, shape.starts[n] + shape.rows[n]) for n, ends in enumerate(shape.ends) if ends]
+    count = len(lengths)
+    alone = ForestShape((-1,) * count, tuple(rows for _, rows in lengths), (0,) * count, (1,) * count)
+    jobs = Jobs(alone, prices, 1, 0, Options())
+    return sum(ends * jobs.floor((n,), 1) for n, (ends, _) in enumerate(lengths)) / world / NS
+
+
 def reordered(plan: Plan, events: Sequence[Event], model: ModelShape, config: AugTreeConfig) -> Plan | None:
     """The plan with its events in another order, or None where that does not fit in memory."""
-    cluster = preset(config.cluster)
+    cluster = cluster_of(config.cluster)
     made = replace(plan, events=tuple(events), _programs=plan._programs)
     peak = price(made, Prices(model, cluster)).peak_bytes
     return replace(made, peak_bytes=peak) if peak <= _budget(config, cluster) else None
@@ -150,43 +191,159 @@ def pairs_per_row(model: ModelShape, cluster: Cluster) -> int:
 
 
 class _Search:
-    def __init__(self, shape: ForestShape, prices: Prices, world: int, config: AugTreeConfig) -> None:
+    def __init__(
+        self,
+        shape: ForestShape,
+        prices: Prices,
+        world: int,
+        config: AugTreeConfig,
+        tree_groups: Sequence[int],
+    ) -> None:
         self.shape, self.prices, self.world, self.config = shape, prices, world, config
+        self.tree_groups = tree_groups
         self.forced = config.forced()
         self.budget = _budget(config, prices.cluster)
         self.unit = pairs_per_row(prices.model, prices.cluster)
-        self.best: Priced | None = None
-        self.leanest: Priced | None = None
         self.considered: list[Considered] = []
         self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
-    def run(self, tree_groups: Sequence[int]) -> Priced:
+    # The search.
+
+    def run(self) -> Priced:
         """The cheapest plan that fits; errors and arguments as for `make_plan`."""
         if not self.shape.rows:
             return Priced(Plan(self.world, "augtree", self.shape, (), (), "nothing to compute"), 0, 0)
         self._check_forced()
-        fused: list[tuple[Priced, Choice]] = []
-        for choice in self._blocks_and_lanes():
-            priced = self._try(choice)
-            if priced is not None:
-                fused.append((priced, choice))
-        ranked = sorted(fused, key=lambda pair: pair[0].time_ns)[:3]
-        if any(priced.peak_bytes > self.budget for priced, _ in ranked):
-            ranked += sorted(fused, key=lambda pair: pair[0].peak_bytes)[:3]
-        for _, choice in ranked:
-            for refined in self._refinements(choice):
-                self._try(refined)
-        if not self.forced and self.world % self._limit() == 0:
-            for mode in _CANDIDATE_BASELINES:
-                plan = baseline_plan(mode, self.shape, tree_groups, self.world, self._limit())
-                self._consider(price(plan, self.prices))
-        if not fused:
-            raise self._refusal(
-                "a block has ranks for the primitive, leaves for copies and waves, spine rows for chunks"
+        best = self._best_arrangement()
+        found = None if best is None else self._play(best)
+        if self.forced and found is not None and not self._obeys(found.plan):
+            raise self._refusal(_ROOM_FOR_KEYS)
+        if not self.forced:
+            found = self._with_rivals(found)
+        if found is None:
+            raise self._nothing_fits()
+        return found
+
+    def baseline(self, mode: str) -> Priced:
+        """A baseline's plan; as a candidate of ``augtree`` its cheapest on blocks within the limit."""
+        costs = self.costs()
+        if self.config.mode != "augtree":
+            made = baseline_plan(
+                mode, self.shape, self.tree_groups, self.world, self.config.degree, costs
             )
-        if self.best is None:
-            raise self.over_budget(self.leanest)
-        return self.best
+            return price(made, self.prices)
+        degrees = [d for d in range(1, self._limit() + 1) if self.world % d == 0]
+        if mode in FREE:
+            degrees = [d for d in widths(self.world) if d <= self._limit()]
+        best = None
+        for recipes, events, note in variants(mode, self.shape, self.tree_groups, self.world, costs, degrees):
+            if max((r.width for r in recipes), default=0) <= self._limit():
+                time_ns, peak_bytes = costs.price(self.shape, recipes, events)
+                self._consider(f"{mode}: {note}", time_ns, peak_bytes)
+                key = (peak_bytes > self.budget, time_ns)
+                if best is None or key < best[0]:
+                    best = key, recipes, events, note, peak_bytes
+        _, recipes, events, note, peak_bytes = best
+        rules = {"shape": self.shape, "world": self.world, "pairs_per_row": self.unit}
+        return Priced(plan_of(recipes, events, mode=mode, note=note, **rules), best[0][1], peak_bytes)
+
+    def _with_rivals(self, found: Priced | None) -> Priced | None:
+        """The plan, or that of a peer which is cheaper."""
+        rivals = Rivals(self._pool, self._limit(), self.config.degree > 0, self.costs())
+        for rival in rivals.faster_than(None if found is None else found.time_ns):
+            self._consider(f"{rival.mode}: {rival.note}", rival.time_ns, rival.peak_bytes)
+            better = found is None or rival.time_ns < found.time_ns
+            if rival.peak_bytes <= self.budget and better:
+                rules = {"shape": self.shape, "world": self.world, "pairs_per_row": self.unit}
+                plan = plan_of(rival.recipes, rival.events, mode=rival.mode, note=rival.note, **rules)
+                found = Priced(plan, rival.time_ns, rival.peak_bytes)
+        return found
+
+    def _best_arrangement(self) -> Arrangement | None:
+        best = None
+        for pool in self._pools():
+            self._pool = pool
+            for arrangement in pool.arrangements():
+                peak = arrangement.peak_bytes + self.prices.cluster.base_bytes
+                self._consider(f"augtree: {arrangement.name}", arrangement.time_ns, peak)
+                if best is None or arrangement.time_ns < best.time_ns:
+                    best = arrangement
+        return best
+
+    def _pools(self) -> Iterator[Pool]:
+        """Under a pipeline the longest pass counts too: not at all, fully, or shared by a block's trees."""
+        trees_a_rank = max(1, len(self.shape.roots) // self.world)
+        weights = sorted({0, 16, max(1, 16 // trees_a_rank)}) if self.prices.model.stages > 1 else [0]
+        for weight in weights:
+            yield Pool(
+                self._jobs(weight), self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups
+            )
+
+    def _jobs(self, slot_weight: int = 0) -> Jobs:
+        room, options = self.budget - self.prices.cluster.base_bytes, self.options()
+        return make_jobs(self.shape, self.prices, self.unit, room, options, slot_weight, world=self.world)
+
+    def _play(self, arrangement: Arrangement) -> Priced:
+        recipes, events = arrangement.recipes(self.shape, self.unit)
+        choices = list(dict.fromkeys(str(x.job.offer.choice) for x in arrangement.placed))
+        note = f"{choices[0]}" + (f" and {len(choices) - 1} more kinds of block" if len(choices) > 1 else "")
+        rules = {"shape": self.shape, "world": self.world, "pairs_per_row": self.unit}
+        plan = plan_of(recipes, events, mode="augtree", note=note, **rules)
+        return Priced(plan, *price_recipes(self._jobs(), recipes, events, self.world))
+
+    def _consider(self, name: str, time_ns: int, peak_bytes: int) -> None:
+        self.considered.append(Considered(name, time_ns, peak_bytes, peak_bytes <= self.budget))
+
+    def costs(self) -> Costs:
+        """What baselines choose by: the price of their plans."""
+
+        known: dict[ForestShape, Jobs] = {}
+
+        def of(shape: ForestShape, recipes: Sequence[Recipe], events: Sequence[Event]) -> tuple[int, int]:
+            if shape not in known:
+                known[shape] = make_jobs(shape, self.prices, self.unit, 0, Options(), world=self.world)
+            return price_recipes(known[shape], recipes, events, self.world)
+
+        return Costs(self.unit, of, self.budget, self.prices.model, self.prices.cluster)
+
+    # What is forced.
+
+    def options(self) -> Options:
+        """What is tried: everything, or what is forced."""
+        forced, free = self.forced, Options()
+        waits = self._forces_waves()
+        primitive, pieces = forced.get("primitive"), free.pieces
+        if primitive == "move_kv":
+            pieces = (EVERY_RANK,)
+        elif primitive in ("gather_kv", "local"):
+            pieces = tuple(k for k in pieces if k != EVERY_RANK)
+        pieces = (forced["pieces"],) if "pieces" in forced else pieces
+        phased = {"fused": 0, "phased": 2}.get(forced.get("phase"), 2 if waits else 1)
+        pipelined = self.prices.model.stages > 1
+        whole = -2 if not self._recompute_is_free() else forced.get("keep_layers", -1)
+        copies = forced.get("copies", 1 if {"degree", "waves", "chunks"} & forced.keys() else 0)
+        return Options(
+            least=max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1),
+            lane_degree=forced.get("lane_degree", 0),
+            pieces=pieces,
+            fused=phased != 2,
+            phased=phased,
+            chunks=(forced["chunks"],) if "chunks" in forced else free.chunks,
+            # A pipeline wants slots; memory is content with fewer.
+            waves=(forced["waves"],) if "waves" in forced else free.waves + (16, 32, 64) * pipelined,
+            gather=primitive != "move_q",
+            move_q=primitive in (None, "move_q"),
+            offload=self.prices.model.can_offload,
+            copies=copies,
+            whole=whole,
+            attention=forced.get("keep_attention", 0),
+        )
+
+    def _recompute_is_free(self) -> bool:
+        """Whether the planner chooses recompute: it has a budget, and is not told to follow the flags."""
+        forced = {"keep_layers", "keep_attention"} & self.forced.keys()
+        told = self.config.recompute == "auto" and self.config.memory_budget_gib > 0
+        return bool(forced) or (told and self.prices.model.can_recompute)
 
     def _check_forced(self) -> None:
         forced, limit = self.forced, self._limit()
@@ -207,6 +364,10 @@ class _Search:
                 forced.get("primitive") == "local" and ranks > 1,
                 "primitive=local needs blocks of one rank (degree = copies)",
             ),
+            (
+                forced.get("keep_layers", 0) + forced.get("keep_attention", 0) > self.prices.model.layers,
+                "keep_layers + keep_attention is at most the number of layers",
+            ),
         )
         for broken, rule in rules:
             if broken:
@@ -215,15 +376,6 @@ class _Search:
     def _forces_waves(self) -> bool:
         """Whether something is forced that only a phased plan has."""
         return bool({"waves", "chunks"} & self.forced.keys()) or self.forced.get("primitive") == "move_q"
-
-    def _refusal(self, rule: str) -> InfeasiblePlanError:
-        return InfeasiblePlanError(
-            "a forced plan cannot be made",
-            values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
-            f"{len(self.shape.roots)} trees, {len(self.leaves)} leaves, {self.shape.total_rows} rows",
-            rule=rule,
-            remedy="change or drop a key",
-        )
 
     def _obeys(self, plan: Plan) -> bool:
         """Whether some job shows every forced key; one rank moves nothing, few leaves fill no waves."""
@@ -242,102 +394,60 @@ class _Search:
     def _limit(self) -> int:
         return min(self.config.degree or self.world, self.world)
 
-    def _blocks_and_lanes(self) -> Iterator[Choice]:
-        """Fused candidates over degrees, copies, lanes and whether trees share a pass."""
-        forced, limit = self.forced, self._limit()
-        powers = {1 << i for i in range(limit.bit_length())}
-        degrees = sorted({d for d in range(1, limit + 1) if d in powers or self.world % d == 0} | {limit})
-        if "degree" in forced:
-            degrees = [forced["degree"] // forced.get("copies", 1)]
-        degrees = [d for d in degrees if d % forced.get("lane_degree", 1) == 0]
-        phased = forced.get("phase") == "phased" or self._forces_waves()
-        base = Choice(
-            degree=1,
-            phase="phased" if phased else "fused",
-            chunks=forced.get("chunks", 1),
-            waves=forced.get("waves", 1),
-            primitive=forced.get("primitive", "gather_kv"),
+    # Refusals.
+
+    def _refusal(self, rule: str) -> InfeasiblePlanError:
+        return InfeasiblePlanError(
+            "a forced plan cannot be made",
+            values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
+            f"{len(self.shape.roots)} trees, {len(self.leaves)} leaves, {self.shape.total_rows} rows",
+            rule=rule,
+            remedy="change or drop a key",
         )
-        for degree in degrees:
-            copies = [c for c in (1, 2, 4, 8) if c == 1 or c * degree <= self.world and len(self.leaves) > 1]
-            for copy in [forced["copies"]] if "copies" in forced else copies:
-                for lane, wide in self._lanes(degree):
-                    for together in (True, False) if len(self.shape.roots) > 1 else (True,):
-                        yield replace(
-                            base, degree=degree, copies=copy, lane_degree=lane, wide=wide, together=together
-                        )
 
-    def _lanes(self, degree: int) -> Iterable[tuple[int, int]]:
-        if "lane_degree" in self.forced:
-            return [(self.forced["lane_degree"], 0)]
-        if degree == 1:
-            return [(1, 0)]
-        lanes = [(1, 0), (degree, 0)]
-        lanes += [(1, wide) for wide in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if wide < len(self.leaves)]
-        return lanes + [(lane, 0) for lane in (2, 4) if lane < degree and degree % lane == 0]
+    def _nothing_fits(self) -> AugTreeError:
+        """The error of the tree that fits nowhere: what it needs here, and how many ranks would do."""
+        jobs, copies = self._jobs(), self.forced.get("copies", 1)
+        pool = Pool(jobs, self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups)
+        for tree, root in enumerate(self.shape.roots):
+            widths = {*pool.widths(), self.forced.get("degree", self._limit())}
+            if any(pool.settled(tree, width) for width in widths):
+                continue
+            for width in sorted(w for w in widths if w % copies == 0):
+                for part in copies_of(self.shape, pool.trees[tree], copies, self.unit):
+                    jobs.best(part, width // copies)
+            if jobs.leanest is not None:
+                base = self.prices.cluster.base_bytes
+                return self.over_budget(str(jobs.leanest.choice), jobs.leanest.peak + base, root, jobs)
+        return self._refusal(_ROOM_FOR_KEYS)
 
-    def _refinements(self, choice: Choice) -> Iterator[Choice]:
-        """Primitive and pieces, phases and waves, and giving up what was received, of a good candidate."""
-        forced = self.forced
-        variants = [choice]
-        if choice.phase == "fused" and forced.get("phase") != "fused" and any(self.shape.children):
-            variants += self._phased(choice)
-        if choice.degree > 2 and "primitive" not in forced:
-            variants += [replace(choice, pieces=k) for k in (2, 4) if k < choice.degree]
-            variants.append(replace(choice, primitive="move_kv"))
-        for variant in variants:
-            yield variant
-            yield replace(variant, keep=False)
-
-    def _phased(self, choice: Choice) -> Iterator[Choice]:
-        """A fused candidate's phased relatives: all trees, or only the large ones of trees in turn."""
-        forced = self.forced
-        chunk_counts = [forced["chunks"]] if "chunks" in forced else (1, 2)
-        wave_counts = [forced["waves"]] if "waves" in forced else (1, 2, 4, 8, 16)
-        primitives = [forced["primitive"]] if "primitive" in forced else ("gather_kv", "move_q")
-        sizes = sorted(sum(self.shape.rows[n] for n in self.shape.subtree(root)) for root in self.shape.roots)
-        smalls = {0} if choice.together else {0, sizes[len(sizes) // 2], sizes[-2]}
-        for waves in (w for w in wave_counts if w <= max(1, len(self.leaves))):
-            for chunks in chunk_counts:
-                for primitive in primitives if choice.degree > 1 else ("gather_kv",):
-                    for small in sorted(smalls):
-                        yield replace(
-                            choice,
-                            phase="phased",
-                            chunks=chunks,
-                            waves=waves,
-                            primitive=primitive,
-                            small=small,
-                        )
-
-    def _try(self, choice: Choice) -> Priced | None:
-        """The price of a choice, or None where it is not what was forced."""
-        plan = build(choice, self.shape, self.world, self.unit)
-        if not self._obeys(plan):
-            return None
-        priced = price(plan, self.prices)
-        self._consider(priced)
-        return priced
-
-    def _consider(self, priced: Priced) -> None:
-        fits = priced.peak_bytes <= self.budget
-        name = f"{priced.plan.mode}: {priced.plan.note}"
-        self.considered.append(Considered(name, priced.time_ns, priced.peak_bytes, fits))
-        if self.leanest is None or priced.peak_bytes < self.leanest.peak_bytes:
-            self.leanest = priced
-        if priced.peak_bytes <= self.budget and (self.best is None or priced.time_ns < self.best.time_ns):
-            self.best = priced
-
-    def over_budget(self, lean: Priced) -> InfeasiblePlanError:
+    def over_budget(
+        self, lean: str, needs: int, root: int | None = None, jobs: Jobs | None = None
+    ) -> InfeasiblePlanError:
         """The error where even the plan that needs least memory needs too much."""
         rows = self.shape.rows
-        node = max(range(len(rows)), key=lambda n: self.shape.starts[n] + rows[n])
+        nodes = range(len(rows)) if root is None else self.shape.subtree(root)
+        node = max(nodes, key=lambda n: self.shape.starts[n] + rows[n])
         longest = self.shape.starts[node] + rows[node]
+        tree = "" if root is None else f"tree {self.shape.roots.index(root)} of {len(self.shape.roots)} "
+        tree += "" if root is None else f"({sum(rows[n] for n in nodes)} rows); "
+        ranks = self._ranks_that_fit(jobs, nodes) if jobs is not None and not self.forced else 0
         return InfeasiblePlanError(
             "no plan fits the memory budget",
-            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3g}; the leanest plan "
-            f"({lean.plan.note}) needs {lean.peak_bytes / GIB:.3f} GiB; "
+            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3g}; {tree}the leanest plan "
+            f"({lean}) needs {needs / GIB:.3f} GiB; "
             f"the longest sequence has {longest} rows (ends in node {node})",
             rule="every rank's predicted peak above the model stays within the budget",
-            remedy="raise the budget, add ranks, or shorten the longest sequence",
+            remedy=f"raise the budget to {needs / GIB:.3f} GiB, "
+            + (f"use blocks of {ranks} ranks, " if ranks else "add ranks, ")
+            + "or shorten the longest sequence",
         )
+
+    def _ranks_that_fit(self, jobs: Jobs, nodes: Sequence[int]) -> int:
+        """The narrowest wider block on which a tree fits, up to eight times the limit; 0 is none."""
+        width = 1 << self._limit().bit_length()
+        while width <= 8 * self._limit():
+            if jobs.with_copies(nodes, width) is not None:
+                return width
+            width *= 2
+        return 0

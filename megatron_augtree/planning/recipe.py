@@ -118,7 +118,7 @@ def plan_of(
             primitive=r.primitive if r.width > 1 else "local",
             pieces=r.pieces,
             keep=r.keep,
-            node_ranks=r.node_ranks,
+            node_ranks=r.node_ranks if r.width > 1 else 0,
             prefetch=r.prefetch,
             keep_layers=r.keep_layers,
             keep_attention=r.keep_attention,

@@ -8,23 +8,31 @@ tiles are done. So a stage's transfers and tiles read only what earlier stages l
 read the same object: no tags, no negotiation, one sender and one receiver by construction.
 
 Buffers, by name: ``home`` (the pass's own rows), ``state/<pass>`` (keys and values that an earlier pass kept
-on this rank), ``kv/<i>`` (received keys and values), ``q`` (received queries and their partial results).
+on this rank), ``kv/<i>`` (keys and values received in stage i), ``kv/<i>/relay`` (those that this rank only
+hands on), ``q`` (received queries and their partial results).
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_augtree.config import AugTreeError
 from megatron_augtree.planning.model import ModelShape
-from megatron_augtree.planning.placement import Placement, Span
+from megatron_augtree.planning.placement import Placement
 
 HOME = "home"
 QUERIES = "q"
+#: Ends the names of buffers that no tile reads.
+RELAY = "/relay"
 
 
 class Rows(NamedTuple):
@@ -38,8 +46,10 @@ class Rows(NamedTuple):
         return sum(hi - lo for lo, hi in self.ranges)
 
 
-def rows(buffer: str, ranges: Iterable[tuple[int, int]]) -> Rows:
+def rows(buffer: str, ranges: Sequence[tuple[int, int]]) -> Rows:
     """Rows of a buffer from ranges in any order; adjacent ranges are joined."""
+    if len(ranges) == 1:
+        return Rows(buffer, tuple(ranges))
     joined: list[tuple[int, int]] = []
     for lo, hi in sorted(ranges):
         if joined and joined[-1][1] == lo:
@@ -47,6 +57,55 @@ def rows(buffer: str, ranges: Iterable[tuple[int, int]]) -> Rows:
         else:
             joined.append((lo, hi))
     return Rows(buffer, tuple(joined))
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def bounds(ranges: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """([n] first rows, [n] end rows) of ranges."""
+    lo, hi = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2).T
+    return lo, hi
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing looks for cycles meanwhile: a program may be half a million small tuples, none in a cycle, and
+    to scan them again and again while they are made takes half of the time that making them takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def runs(
+    group: np.ndarray, source: np.ndarray, sink: np.ndarray, length: np.ndarray
+) -> Iterator[tuple[int, Ranges, Ranges]]:
+    """Rows on the move, group after group, as joined ranges at both ends.
+
+    Args:
+        group: [n] what belongs together, in order.
+        source, sink: [n] first rows of each piece, increasing within a group.
+        length: [n] its rows.
+
+    Yields:
+        (first piece of the group, ranges at the source, ranges at the sink).
+    """
+    new = np.diff(group, prepend=-1) != 0
+    firsts = np.flatnonzero(new)
+    ends = []
+    for lo in (source, sink):
+        start = new.copy()
+        start[1:] |= lo[1:] != (lo + length)[:-1]
+        edges = np.flatnonzero(start)
+        last = np.append(edges[1:], len(lo)) - 1
+        ranges = list(zip(lo[edges].tolist(), (lo + length)[last].tolist()))
+        cuts = [*(np.cumsum(start)[firsts] - 1).tolist(), len(ranges)]
+        ends.append([tuple(ranges[a:b]) for a, b in zip(cuts, cuts[1:])])
+    return zip(firsts.tolist(), *ends)
 
 
 class Tile(NamedTuple):
@@ -167,7 +226,8 @@ def reverse(program: Program, *, keep: bool) -> Program:
         for stage in reversed(program.stages)
     ]
     if not keep:
-        stages = _fetch_again(program, stages)
+        with uncollected():
+            stages = _fetch_again(program, stages)
     return Program(
         program.world,
         program.home,
@@ -195,17 +255,95 @@ def _fetch_again(program: Program, stages: list) -> list:
     return [([*again.get(index, []), *transfers], tiles) for index, (transfers, tiles) in enumerate(stages)]
 
 
+class _Origin(NamedTuple):
+    """Where the rows of a buffer that is handed on came from.
+
+    Attributes:
+        lo, hi: [n] pieces of the buffer, in order and without gaps.
+        owner: [n] the owner of each, by its number in `owners`.
+        at: [n] first row there.
+        owners: (rank, buffer).
+    """
+
+    lo: np.ndarray
+    hi: np.ndarray
+    owner: np.ndarray
+    at: np.ndarray
+    owners: list[tuple[int, str]]
+
+
 def _owned(program: Program) -> list[Transfer]:
-    """The forward's KV transfers, each from the owner of the rows (a multi-hop ring is followed back)."""
-    origin: dict[tuple[int, Rows], tuple[int, Rows]] = {}
+    """The forward's KV transfers, each from the owner of the rows (hops are followed back)."""
+    moves = [t for stage in program.stages for t in stage.transfers if t.payload is Payload.KV]
+    handed_on = {(t.src, t.source.buffer) for t in moves}
+    landed: dict[tuple[int, str], list[Transfer]] = {}
+    origins: dict[tuple[int, str], _Origin] = {}
     owned = []
-    for stage in program.stages:
-        for t in stage.transfers:
-            if t.payload is Payload.KV:
-                src, source = origin.get((t.src, t.source), (t.src, t.source))
-                origin[(t.dst, t.sink)] = (src, source)
-                owned.append(Transfer(Payload.KV, src, t.dst, source, t.sink))
+    for t in moves:
+        here, there = (t.src, t.source.buffer), (t.dst, t.sink.buffer)
+        came = landed.get(here, ())
+        if not came:
+            found = [t]
+        elif len(came) == 1 and came[0].sink == t.source:
+            found = [came[0]._replace(dst=t.dst, sink=t.sink)]
+        else:
+            if here not in origins:  # what is handed on landed in earlier stages, all of it
+                origins[here] = _origin(came)
+            found = _followed(origins[here], t)
+        owned += found
+        if there in handed_on:
+            landed.setdefault(there, []).extend(found)
     return owned
+
+
+def _origin(came: Sequence[Transfer]) -> _Origin:
+    owners: dict[tuple[int, str], int] = {}
+    columns = []
+    for t in came:
+        at, lo, length = _pieces(t)
+        owner = owners.setdefault((t.src, t.source.buffer), len(owners))
+        columns.append((lo, lo + length, np.full(len(lo), owner), at))
+    lo, *others = (np.concatenate(column) for column in zip(*columns))
+    order = np.argsort(lo)
+    return _Origin(lo[order], *(column[order] for column in others), list(owners))
+
+
+def _pieces(t: Transfer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first row at the source, first row at the sink, rows) of pieces that are one range at either end."""
+    ends = []
+    for end in (t.source, t.sink):
+        lo, hi = bounds(end.ranges)
+        ends.append((lo, np.cumsum(hi - lo) - (hi - lo)))
+    cuts = np.union1d(ends[0][1], ends[1][1])
+    places = []
+    for lo, seen in ends:
+        piece = np.searchsorted(seen, cuts, "right") - 1
+        places.append(lo[piece] + cuts - seen[piece])
+    return *places, np.diff(cuts, append=t.source.count)
+
+
+def _followed(origin: _Origin, t: Transfer) -> list[Transfer]:
+    """Transfers of the same rows to the same sink, one from each owner."""
+    source, sink, length = _pieces(t)
+    first = np.searchsorted(origin.lo, source, "right") - 1
+    count = np.searchsorted(origin.lo, source + length, "left") - first
+    piece = np.repeat(np.arange(len(source)), count)
+    part = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count - first, count)
+    lo = np.maximum(source[piece], origin.lo[part])
+    hi = np.minimum((source + length)[piece], origin.hi[part])
+    columns = (
+        origin.owner[part],
+        origin.at[part] + lo - origin.lo[part],
+        sink[piece] + lo - source[piece],
+        hi - lo,
+    )
+    order = np.argsort(columns[0], kind="stable")
+    owner, *rest = (column[order] for column in columns)
+    found = []
+    for first, a, b in runs(owner, *rest):
+        src, buffer = origin.owners[owner[first]]
+        found.append(Transfer(Payload.KV, src, t.dst, Rows(buffer, a), Rows(t.sink.buffer, b)))
+    return found
 
 
 def field_bytes(shape: ModelShape) -> dict[str, int]:
@@ -250,104 +388,3 @@ def promise(program: Program, rank: int, shape: ModelShape) -> Promise:
         for t in mine:
             sent[t.payload.name] += transfer_bytes(t, shape)
     return Promise(dict(sent), messages)
-
-
-def check(program: Program, area: int) -> None:
-    """Assert the rules of a program.
-
-    Args:
-        program: forward or backward.
-        area: (query, key) pairs that the pass owes, all ranks together.
-
-    Raises:
-        AugTreeError: the broken rule and the stage.
-    """
-    landed = [
-        {name for name in buffers if name == HOME or name.startswith("state/")} for buffers in program.buffers
-    ]
-    received: list[set[str]] = [set() for _ in range(program.world)]
-    for index, stage in enumerate(program.stages):
-        if not program.backward:
-            for t in stage.transfers:
-                _require(
-                    t.source.buffer in landed[t.src] | received[t.src],
-                    "a transfer reads what has not landed",
-                    index,
-                    t,
-                )
-            _check_partials(program, index)
-            for rank, tiles in enumerate(stage.tiles):
-                for tile in tiles:
-                    known = landed[rank] | received[rank]
-                    _require(
-                        {tile.q.buffer, tile.kv.buffer} <= known,
-                        "a tile reads what has not landed",
-                        index,
-                        tile,
-                    )
-        _check_stage(program, index, stage)
-        for t in stage.transfers:
-            received[t.dst].add(t.sink.buffer)
-    done = sum(program.area(rank) for rank in range(program.world))
-    _require(done == area, f"tiles cover {done} pairs, the mask has {area}", len(program.stages), None)
-
-
-def _check_partials(program: Program, index: int) -> None:
-    """Partial results leave only when every tile that adds to them is done."""
-    for t in program.stages[index].transfers:
-        if t.payload is Payload.PARTIAL:
-            late = [
-                tile
-                for stage in program.stages[index:]
-                for tile in stage.tiles[t.src]
-                if tile.q.buffer == t.source.buffer
-            ]
-            _require(not late, "a partial result leaves before its tiles are done", index, t)
-
-
-def _check_stage(program: Program, index: int, stage: Stage) -> None:
-    copied: dict[tuple[int, str, str], list[tuple[int, int]]] = {}
-    for t in stage.transfers:
-        _require(
-            t.src != t.dst and t.source.count == t.sink.count > 0,
-            "a transfer's ends must differ and have the same, positive number of rows",
-            index,
-            t,
-        )
-        for rank, end in ((t.src, t.source), (t.dst, t.sink)):
-            _require(
-                end.ranges[-1][1] <= program.buffers[rank].get(end.buffer, 0),
-                "a transfer's rows are outside their buffer",
-                index,
-                t,
-            )
-        if t.payload.landing is Landing.COPY:
-            copied.setdefault((t.dst, t.sink.buffer, t.payload.name), []).extend(t.sink.ranges)
-    for ranges in copied.values():
-        ranges.sort()
-        _require(all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:])), "copies overlap", index, ranges)
-    for tiles in stage.tiles:
-        for tile in tiles:
-            same = tile.q == tile.kv and len(tile.q.ranges) == 1
-            _require(
-                tile.area > 0 and (same or not tile.causal), "a tile is empty or not a triangle", index, tile
-            )
-
-
-def _require(good: bool, rule: str, stage: int, thing: object) -> None:
-    if not good:
-        raise AugTreeError(
-            "a program breaks a rule",
-            values=f"stage {stage}: {thing}",
-            rule=rule,
-            remedy="report this plan: compiled programs must pass this check",
-        )
-
-
-def buffer_offsets(spans: Iterable[Span]) -> list[tuple[Span, int]]:
-    """Spans with the offset of their first row when laid out one after the other."""
-    placed, offset = [], 0
-    for span in spans:
-        placed.append((span, offset))
-        offset += span.hi - span.lo
-    return placed

@@ -75,8 +75,16 @@ class ForestShape:
 
     def subtree(self, node: int) -> tuple[int, ...]:
         """The node and everything below it, in order."""
-        below = [n for n in range(node + 1, len(self.parents)) if node in self.ancestors[n]]
-        return (node, *below)
+        return tuple(range(node, self.subtree_ends[node]))
+
+    @cached_property
+    def subtree_ends(self) -> tuple[int, ...]:
+        """[node] the first node after its subtree: nodes are numbered depth first."""
+        ends = list(range(1, len(self.parents) + 1))
+        for node in range(len(self.parents) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                ends[self.parents[node]] = max(ends[self.parents[node]], ends[node])
+        return tuple(ends)
 
     def chain(self, node: int) -> tuple[int, ...]:
         """The nodes from the root down to `node`."""

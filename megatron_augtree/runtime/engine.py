@@ -23,10 +23,14 @@ from megatron_augtree.attention.kernels.protocol import Kernel
 from megatron_augtree.planning.compiler import compile_pass
 from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.schedule import Program, reverse
+from megatron_augtree.planning.timeline import span_name
 from megatron_augtree.planning.tree import Forest
 from megatron_augtree.runtime.buffers import to_device
 from megatron_augtree.runtime.layout import LocalRows, PassLayout, SequenceLayout
+from megatron_augtree.runtime.offload import HostMemory, host_streams
+from megatron_augtree.runtime.prefetch import Prefetch, Split, split
 from megatron_augtree.runtime.prompt_state import PromptState
+from megatron_augtree.runtime.streams import Streams
 from megatron_augtree.runtime.trace import Trace
 from megatron_augtree.runtime.transport import Transport
 from megatron_augtree.runtime.tree_attention import PassContext
@@ -90,6 +94,7 @@ class Engine:
         device: where local tensors are made.
         trace: where spans are recorded, or None.
         keep_attention: layers, from the first, that keep their attention where they are recomputed; -1: all.
+            Of passes that do not say it themselves.
     """
 
     plan: Plan
@@ -106,6 +111,7 @@ class Engine:
         self.layouts = [PassLayout(p, self.forest) for p in self.plan.passes]
         self.sequences = SequenceLayout(self.plan, self.forest, self.layouts)
         self._backward: dict[int, Program] = {}
+        self._split: dict[int, Split] = {}
 
     def play(
         self,
@@ -134,10 +140,29 @@ class Engine:
             (run.forward if action == "forward" else run.backward)(p)
         return run.result(collect)
 
+    def forward(self, p: Pass, states: dict[int, PromptState], *, forward_only: bool) -> Tensor:
+        """[n, k] values of the scored rows of a pass on this process's ranks, one rank after the other.
+
+        Args:
+            p: the pass.
+            states: pass -> its keys and values: of those that it reads, and its own if later ones read it.
+            forward_only: nothing is kept for a backward.
+        """
+        local = self.layouts[p.id].local(self.transport.hosts(p.block), self.device)
+        context = self.context(p, states, forward_only=forward_only)
+        with context.playing():
+            return self.model(local, context)
+
     def context(self, p: Pass, states: dict[int, PromptState], *, forward_only: bool = False) -> PassContext:
         """What attention needs to know of a pass."""
         if p.id not in self._backward:
             self._backward[p.id] = reverse(self.plan.program(p.id), keep=p.keep)
+        reads = {read: states[read] for read in p.reads}
+        rests = p.offload and not forward_only and self._host_streams is not None
+        own_state = states.get(p.id)
+        if own_state is not None:
+            own_state.alone = rests
+        keep_attention = self.keep_attention if p.keep_layers < 0 else p.keep_attention
         return PassContext(
             block=p.block,
             forward=self.plan.program(p.id),
@@ -145,11 +170,25 @@ class Engine:
             keep=p.keep,
             transport=self.transport,
             kernel=self.kernel,
-            states={read: states[read] for read in p.reads},
-            own_state=states.get(p.id),
+            states=reads,
+            own_state=own_state,
             trace=self.trace,
-            keep_attention=0 if forward_only else self.keep_attention,
+            keep_layers=p.keep_layers,
+            keep_attention=0 if forward_only else keep_attention,
+            prefetch=self._prefetch(p, reads) if p.prefetch else None,
+            rest=HostMemory(self._host_streams, self.device) if rests else None,
         )
+
+    def _prefetch(self, p: Pass, reads: dict[int, PromptState]) -> Prefetch | None:
+        """What is sent a layer ahead; None where the pass fetches nothing from prompt state."""
+        if p.id not in self._split:
+            self._split[p.id] = split(self.plan.program(p.id))
+        parts = self._split[p.id]
+        return Prefetch(parts, p.block, self.transport, reads) if parts.ahead.transfers else None
+
+    @functools.cached_property
+    def _host_streams(self) -> Streams | None:
+        return host_streams(self.device)
 
     def idle_context(self) -> PassContext:
         """A pass without rows on one of this process's ranks: the model runs, nothing is exchanged."""
@@ -178,10 +217,8 @@ class PassRunner:
 
     def model_forward(self, p: Pass) -> Tensor:
         """[n, k] values of the scored rows of a pass on this process's ranks, one rank after the other."""
-        engine = self.engine
-        local = engine.layouts[p.id].local(engine.transport.hosts(p.block), engine.device)
         with torch.set_grad_enabled(not self.forward_only), self._span(p, "forward"):
-            return engine.model(local, engine.context(p, self.states, forward_only=self.forward_only))
+            return self.engine.forward(p, self.states, forward_only=self.forward_only)
 
     def model_backward(self, p: Pass, output: Tensor, roots: Tensor) -> None:
         """Send a pass's gradients [n, k] through its graph, and forget its prompt state.
@@ -196,7 +233,7 @@ class PassRunner:
     def _span(self, p: Pass, name: str):
         trace = self.engine.trace
         rank = p.block[self.engine.transport.hosts(p.block)[0]]
-        return trace.span(rank, f"{p.kind} {p.id} {name}", "pass") if trace is not None else nullcontext()
+        return trace.span(rank, span_name(p, name), "pass") if trace is not None else nullcontext()
 
 
 class _Run(PassRunner):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_augtree.config import InputError
-from megatron_augtree.planning.placement import Span
+from megatron_augtree.planning.placement import Span, count
 from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.tree import Forest, ForestShape
 from megatron_augtree.runtime.buffers import to_device
@@ -45,10 +46,12 @@ def locate(plan: Plan, forest: Forest, sequence: int, token: int) -> list[Place]
     return places
 
 
-def rows_of(shape: ForestShape, spans: tuple[Span, ...]) -> np.ndarray:
+def rows_of(shape: ForestShape, spans: Sequence[Span]) -> np.ndarray:
     """[T] global row numbers of some spans, in buffer order: by node (spine first), then by row."""
-    parts = [np.arange(shape.offsets[s.node] + s.lo, shape.offsets[s.node] + s.hi) for s in spans]
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    first = np.array([shape.offsets[node] + lo for node, lo, _ in spans], np.int64)
+    length = np.array([hi - lo for _, lo, hi in spans], np.int64)
+    before = np.cumsum(length) - length
+    return np.repeat(first - before, length) + np.arange(length.sum())
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ class PassLayout:
 
     def __init__(self, p: Pass, forest: Forest) -> None:
         self.forest, self.pass_id = forest, p.id
-        self.rows = [rows_of(forest.shape, spans) for spans in p.placement]
+        together = rows_of(forest.shape, [span for spans in p.placement for span in spans])
+        self.rows = np.split(
+            together, np.cumsum([count(spans) for spans in p.placement[:-1]], dtype=np.int64)
+        )
         self.scored = [rows[forest.scored[rows]] for rows in self.rows]
 
     @property
@@ -119,15 +125,8 @@ class SequenceLayout:
     def __init__(self, plan: Plan, forest: Forest, passes: list[PassLayout]) -> None:
         self.forest = forest
         self.completed: list[list[int]] = [[] for _ in plan.passes]
-        self._pass_of, self._slot_of = [], []
-        for job in plan.jobs:
-            pass_of = np.full(forest.shape.total_rows, -1, np.int64)
-            slot_of = np.full(forest.shape.total_rows, -1, np.int64)
-            for pass_id in job:
-                slots = passes[pass_id].slots
-                pass_of[slots], slot_of[slots] = pass_id, np.arange(len(slots))
-            self._pass_of.append(pass_of)
-            self._slot_of.append(slot_of)
+        #: [job] -> its scored rows in order, and each one's pass and slot.
+        self._where = [_where([(pass_id, passes[pass_id].slots) for pass_id in job]) for job in plan.jobs]
         self._job: dict[int, int] = {}
         for sequence, path in enumerate(forest.paths):
             if len(forest.logical[sequence]):
@@ -140,13 +139,22 @@ class SequenceLayout:
 
     def places(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         """([R] pass, [R] slot) of a sequence's logical rows."""
-        rows, job = self.forest.logical[sequence], self._job[sequence]
-        places = self._pass_of[job][rows], self._slot_of[job][rows]
-        if (places[0] < 0).any():
+        rows, (held, passes, slots) = self.forest.logical[sequence], self._where[self._job[sequence]]
+        index = np.searchsorted(held, rows)
+        if (index == len(held)).any() or (held[index] != rows).any():
             raise InputError(
                 "a plan does not hold a sequence's rows",
                 values=f"sequence {sequence}",
                 rule="every scored row of a sequence is in its job's passes",
                 remedy="plan from the same groups that are played",
             )
-        return places
+        return passes[index], slots[index]
+
+
+def _where(passes: Sequence[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows in order, each one's pass, its slot) of some passes' slots."""
+    rows = np.concatenate([slots for _, slots in passes])
+    pass_of = np.repeat([pass_id for pass_id, _ in passes], [len(slots) for _, slots in passes])
+    slot_of = np.concatenate([np.arange(len(slots)) for _, slots in passes])
+    order = np.argsort(rows, kind="stable")
+    return rows[order], pass_of[order], slot_of[order]

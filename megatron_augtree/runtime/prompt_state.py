@@ -24,14 +24,27 @@ class PromptState:
 
     Attributes:
         layers: (layer, block rank) -> fields k, v [T, Hkv, D] and dk, dv (accumulation dtype).
+        alone: nothing else keeps a layer's activations on the device: keys and values that are a part of
+            something larger (a layer's QKV) are copied out of it, so that it can go.
     """
 
     layers: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    alone: bool = False
+    _memory: set[int] = field(default_factory=set)
 
     def keep(self, layer: int, rank: int, k: Tensor, v: Tensor) -> None:
         """Keep the rows of a rank; a recomputed forward keeps what is there, gradients included."""
-        if (layer, rank) not in self.layers:
+        if not self.has(layer, rank):
             self.layers[(layer, rank)] = {"k": k.detach(), "v": v.detach()}
+            self._memory |= {k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr()}
+
+    def has(self, layer: int, rank: int) -> bool:
+        """Whether a rank's layer is kept."""
+        return (layer, rank) in self.layers
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that was kept; asked before the backward takes anything."""
+        return tensor.untyped_storage().data_ptr() in self._memory
 
     def read(self, layer: int, rank: int) -> dict[str, Tensor]:
         """Fields k, v of a rank.
@@ -39,7 +52,7 @@ class PromptState:
         Raises:
             AugTreeError: the pass has not run, or its backward has already taken them.
         """
-        if (layer, rank) not in self.layers:
+        if not self.has(layer, rank):
             raise AugTreeError(
                 "prompt state is not there",
                 values=f"layer {layer}, block rank {rank}",
@@ -66,8 +79,10 @@ class PromptState:
 
 class _Port(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k, v, state, layer, ranks, sizes):
+    def forward(ctx, k, v, state, layer, ranks, sizes, alone):
         ctx.state, ctx.layer, ctx.ranks, ctx.sizes = state, layer, ranks, sizes
+        if alone and not state.has(layer, ranks[0]):
+            k, v = _by_itself(k), _by_itself(v)
         for rank, k_rank, v_rank in zip(ranks, k.split(sizes), v.split(sizes)):
             state.keep(layer, rank, k_rank, v_rank)
         return k.view_as(k), v.view_as(v)
@@ -80,7 +95,13 @@ class _Port(torch.autograd.Function):
             if arrived is not None:
                 dk_rank += arrived[0]
                 dv_rank += arrived[1]
-        return dk, dv, None, None, None, None
+        return dk, dv, None, None, None, None, None
+
+
+def _by_itself(tensor: Tensor) -> Tensor:
+    """The tensor, in memory of its own size."""
+    own = tensor.numel() * tensor.element_size()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > own else tensor
 
 
 def port(
@@ -95,4 +116,6 @@ def port(
         ranks: hosted block ranks.
         sizes: rows of each.
     """
-    return _Port.apply(k, v, state, layer, tuple(ranks), list(sizes))
+    # Without gradients a layer keeps nothing, or runs again.
+    alone = state.alone or not torch.is_grad_enabled()
+    return _Port.apply(k, v, state, layer, tuple(ranks), list(sizes), alone)

@@ -22,7 +22,8 @@ again                        landed) and the additions that read it (an event, w
 ===========================  =====================================================================
 
 So the keys of stage i+1 may travel while the tiles of stage i are still computed, and no further: a message's
-buffers are two, used in turn, kept from stage to stage, from layer to layer and from step to step. They are
+buffers are two, used in turn, kept from stage to stage, from layer to layer and from step to step. What is
+sent a layer ahead (`prefetch.py`) lands by copy only and has two buffers of its own. All of them are
 made on the side stream, and every use on it or after it is ordered by the waits above. When they grow, their
 old memory goes back to the side stream, behind those uses; so nothing has to be recorded with the allocator.
 """
@@ -84,7 +85,7 @@ class Waits:
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self.streams, self.device = streams, device
-        self._turn = 0
+        self._turn, self._turn_ahead, self._filled = 0, 0, 0
         self._read: list[Any] = [None, None]  # additions that read a turn's messages
         self._buffers: dict[tuple[int, str, tuple[int, int]], Tensor] = {}
 
@@ -94,9 +95,13 @@ class Waits:
         with self.streams.side():
             self.streams.wait(ready)
 
-    def before_packing(self, stage: Stage, rank: int) -> None:
+    def before_packing(self, stage: Stage, rank: int, *, ahead: bool = False) -> None:
         """On the current stream, before a stage's messages are packed on the side stream."""
-        self._turn = 1 - self._turn
+        if ahead:
+            self._turn_ahead = 1 - self._turn_ahead
+            self._filled = 2 + self._turn_ahead
+            return
+        self._filled = self._turn = 1 - self._turn
         computed = any(t.src == rank and t.payload.landing is not Landing.COPY for t in stage.transfers)
         events = [self._read[self._turn], self.streams.mark() if computed else None]
         with self.streams.side():
@@ -113,7 +118,7 @@ class Waits:
             pair: (from, to) ranks of the pool.
             length: bytes.
         """
-        key = self._turn, use, pair
+        key = self._filled, use, pair
         known = self._buffers.get(key)
         if known is None or known.numel() < length:
             known = self._buffers[key] = torch.empty(length, dtype=torch.uint8, device=self.device)

@@ -52,9 +52,24 @@ class Transport(Protocol):
         """A program begins: its buffers are made, and what is in them at first was given to the device."""
 
     def post(
-        self, block: Sequence[int], stage: Stage, held: Mapping[int, Buffers], spec: FieldSpec
+        self,
+        block: Sequence[int],
+        stage: Stage,
+        held: Mapping[int, Buffers],
+        spec: FieldSpec,
+        *,
+        ahead: bool = False,
     ) -> object:
-        """Start a stage's transfers; returns what `land` takes. `held` maps hosted block ranks to buffers."""
+        """Start a stage's transfers; returns what `land` takes.
+
+        Args:
+            block: pool ranks.
+            stage: the stage; all ranks of the block post the same ones in the same order.
+            held: hosted block rank -> its buffers.
+            spec: fields of a row.
+            ahead: it travels beside later stages and lands when it is needed: at most two such at a time,
+                which land in the order of their posting. Otherwise it lands before the next is posted.
+        """
 
     def land(self, posted: object) -> None:
         """Wait for this process's transfers of a stage and write them."""
@@ -110,7 +125,7 @@ class LocalTransport:
     def start(self) -> None:
         pass
 
-    def post(self, block, stage, held, spec):
+    def post(self, block, stage, held, spec, *, ahead=False):
         sent = {
             pair: pack_message(transfers, held[pair[0]], spec, self.traffic[block[pair[0]]])
             for pair, transfers in messages_of(stage).items()
@@ -173,7 +188,7 @@ class DistTransport:
         if self.waits is not None:
             self.waits.start()
 
-    def post(self, block, stage, held, spec):
+    def post(self, block, stage, held, spec, *, ahead=False):
         if self.rank not in block:
             raise AugTreeError(
                 "a rank plays a block that it is not in",
@@ -185,7 +200,7 @@ class DistTransport:
         pairs = {pair: transfers for pair, transfers in messages_of(stage).items() if me in pair}
         works, received, kept = [], {}, []
         if pairs and self.waits is not None:
-            self.waits.before_packing(stage, me)
+            self.waits.before_packing(stage, me, ahead=ahead)
             with self.waits.streams.side():
                 works, received, kept = self._exchange(block, me, pairs, held[me], spec)
         elif pairs:

@@ -1,75 +1,32 @@
 """Pictures: what each rank of a plan holds and does when, and a reward curve.
 
-Times are the planner's own prices: the picture shows what the plan was chosen for, not a measurement. A pass
-starts when every rank of its block is free, and its block's ranks end it together.
+Times are the planner's own prices (`planning/timeline.py`): the picture shows what the plan was chosen for,
+not a measurement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_augtree.planning.cluster import Cluster
-from megatron_augtree.planning.cost import NS, PassLoads, Prices
+from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
+from megatron_augtree.planning.timeline import Bar, idle_share, timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS = {"fused": "#4878a8", "prefill": "#7a5c9e", "chunk": "#9b7fbf", "replay": "#d98a3d"}
-_SPINE, _LEAF = "#355c7d", "#f2a65a"
+_SPINE, _LEAF, _WAITING = "#355c7d", "#f2a65a", "#d9d9d9"
 #: Bars narrower than this share of the axis carry no text.
 _READABLE = 0.05
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What one rank does for a while.
-
-    Attributes:
-        rank: of the pool.
-        pass_id: the pass.
-        action: ``forward`` or ``backward``.
-        start, duration: seconds.
-        rows: rows of the pass on this rank.
-    """
-
-    rank: int
-    pass_id: int
-    action: str
-    start: float
-    duration: float
-    rows: int
-
-
-def timeline(plan: Plan, model: ModelShape, cluster: Cluster) -> list[Bar]:
-    """The plan's events at their priced times, in the order of the plan.
-
-    Args:
-        plan: what is played.
-        model: sizes of the model, as the planner had them.
-        cluster: the machine that the plan was priced for.
-
-    Returns:
-        One bar an event and rank of its block.
-    """
-    prices = Prices(model, cluster)
-    loads = [PassLoads(plan.shape, p, [plan.passes[read].placement for read in p.reads], cluster.node_ranks)
-             for p in plan.passes]
-    times = [prices.pass_ns(load) for load in loads]
-    free = [0] * plan.world
-    bars = []
-    for action, pass_id in plan.events:
-        block, duration = plan.passes[pass_id].block, times[pass_id][action == "backward"]
-        start = max(free[rank] for rank in block)
-        for index, rank in enumerate(block):
-            rows = loads[pass_id].ranks[index].rows
-            bars.append(Bar(rank, pass_id, action, start / NS, duration / NS, rows))
-            free[rank] = start + duration
-    return bars
+#: Inches of a picture, however many ranks.
+_TALLEST = 40.0
+#: Ranks with a label of their own.
+_LABELS = 64
 
 
 def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> None:
@@ -81,16 +38,19 @@ def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> Non
         cluster: the machine that the plan was priced for.
         path: the PNG.
     """
-    figure = _figure(11.0, 3.2 + 0.8 * plan.world)
+    figure = _figure(11.0, min(3.2 + 0.8 * plan.world, _TALLEST))
     rows, time = figure.subplots(2, 1)
+    bars = timeline(plan, Prices(model, cluster))
     _draw_rows(rows, plan)
-    _draw_time(time, plan, timeline(plan, model, cluster))
+    _draw_time(time, plan, bars)
+    labelled = range(0, plan.world, -(-plan.world // _LABELS))
     for axes in (rows, time):
-        axes.set_yticks(range(plan.world), [f"rank {rank}" for rank in range(plan.world)])
+        axes.set_yticks(labelled, [f"rank {rank}" for rank in labelled])
         axes.set_ylim(plan.world - 0.5, -0.5)
         axes.spines[["top", "right"]].set_visible(False)
     total, unshared = plan.shape.total_rows, _unshared_rows(plan)
-    figure.suptitle(f"{plan.mode}: {total:,} rows computed where un-shared sequences have {unshared:,}")
+    figure.suptitle(f"{plan.mode}: {total:,} rows where un-shared sequences have {unshared:,}; "
+                    f"{plan.seconds * 1e3:,.1f} ms, {idle_share(bars, plan.world):.1%} idle, as priced")
     _save(figure, path)
 
 
@@ -135,38 +95,49 @@ def _unshared_rows(plan: Plan) -> int:
 
 def _draw_rows(axes: Axes, plan: Plan) -> None:
     shape, longest = plan.shape, max((plan.rows_of_rank(rank) for rank in range(plan.world)), default=0)
-    tree_of = {node: root for root in shape.roots for node in range(len(shape.rows))
-               if node == root or root in shape.ancestors[node]}
-    names = {root: f"tree {number}" for number, root in enumerate(shape.roots)}
+    trees = {node: f"tree {n}" for n, root in enumerate(shape.roots) for node in shape.subtree(root)}
     for rank in range(plan.world):
-        at = 0
+        at, pieces, colours = 0, [], []
         for p in plan.passes:
             for span in p.placement[p.block.index(rank)] if rank in p.block else ():
                 width, leaf = span.hi - span.lo, not shape.children[span.node]
-                axes.barh(rank, width, left=at, height=0.6, color=_LEAF if leaf else _SPINE,
-                          edgecolor="white", linewidth=0.4)
-                if not leaf and width >= _READABLE * longest:
-                    axes.text(at + width / 2, rank, names[tree_of[span.node]], color="white", fontsize=8,
-                              ha="center", va="center")
+                pieces.append((at, width))
+                colours.append(_LEAF if leaf else _SPINE)
+                if not leaf and width >= _READABLE * longest and plan.world <= _LABELS:
+                    axes.text(at + width / 2, rank, trees[span.node], color="white", fontsize=8, ha="center",
+                              va="center")
                 at += width
+        _bars(axes, rank, pieces, facecolors=colours)
     _legend(axes, {"prompt rows": _SPINE, "response rows": _LEAF})
+    axes.set_xlim(0, longest or 1)
     axes.set_xlabel("rows held, pass after pass")
 
 
 def _draw_time(axes: Axes, plan: Plan, bars: Sequence[Bar]) -> None:
     end = max((bar.start + bar.duration for bar in bars), default=0.0)
-    for bar in bars:
-        kind = plan.passes[bar.pass_id].kind
-        backward = bar.action == "backward"
-        axes.barh(bar.rank, bar.duration * 1e3, left=bar.start * 1e3, height=0.6, color=_COLOURS[kind],
-                  alpha=0.6 if backward else 1.0, hatch="//" if backward else None, edgecolor="white")
+    for rank in range(plan.world):
+        mine = [bar for bar in bars if bar.rank == rank]
+        _bars(axes, rank, [(bar.start * 1e3, bar.duration * 1e3) for bar in mine], facecolors=_WAITING)
+        for action, alpha, hatch in (("forward", 1.0, None), ("backward", 0.6, "//")):
+            shown = [bar for bar in mine if bar.action == action]
+            colours = [_COLOURS[plan.passes[bar.pass_id].kind] for bar in shown]
+            _bars(axes, rank, [(bar.start * 1e3, bar.work * 1e3) for bar in shown], facecolors=colours,
+                  alpha=alpha, hatch=hatch)
+    for bar in bars if plan.world <= _LABELS else ():
         if bar.duration >= _READABLE * end:
             axes.text((bar.start + bar.duration / 2) * 1e3, bar.rank, f"pass {bar.pass_id}\n{bar.rows} rows",
                       fontsize=8, ha="center", va="center",
                       bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1})
     kinds = dict.fromkeys(plan.passes[bar.pass_id].kind for bar in bars)
-    _legend(axes, {f"{kind} (hatched: backward)": _COLOURS[kind] for kind in kinds})
+    _legend(axes, {f"{kind} (hatched: backward)": _COLOURS[kind] for kind in kinds}
+            | {"waiting for the block": _WAITING})
+    axes.set_xlim(0, end * 1e3 or 1)
     axes.set_xlabel("ms, as priced")
+
+
+def _bars(axes: Axes, rank: int, pieces: Sequence[tuple[float, float]], **how) -> None:
+    """One object for all bars of a rank: thousands of objects would take minutes."""
+    axes.broken_barh(pieces, (rank - 0.3, 0.6), edgecolor="white", linewidth=0.4, **how)
 
 
 def _legend(axes: Axes, colours: Mapping[str, str]) -> None:

@@ -90,6 +90,8 @@ class ApiWorker(ApiRank):
             }
             other, _, _ = batch_of(groups, everything[self.rank == 1 :])
             refused(lambda: api.plan(handle, other, scope="cp"), "hold different samples")
+            scope = "pool" if self.rank == 1 else "cp"
+            refused(lambda: api.plan(self.handle("waves"), batch, scope=scope), "ranks [1] with scope='pool'")
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel()

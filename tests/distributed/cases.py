@@ -31,6 +31,20 @@ PROGRAMS: list[dict] = [
     {"choice": {"phase": "phased", "waves": 2, "chunks": 3, "primitive": "move_q"}},
     {"choice": {"phase": "phased", "waves": 2, "primitive": "move_q", "keep": False, "lane_degree": 8}},
     {"choice": {"phase": "phased", "waves": 2, "chunks": 2, "keep": False, "wide": 1}},
+    {"mode": "ring-reuse-two-pass"},
+    {"mode": "dynamic"},
+    {"mode": "dynamic-reuse"},
+    {"mode": "dcp-phased"},
+    {"mode": "dcp-fused"},
+    {"mode": "paper"},
+]
+#: Waves whose prompt keys travel a layer ahead: alone, in pieces, beside leaves' own keys, node by node.
+PREFETCHED: list[dict] = [
+    {"choice": {"phase": "phased", "waves": 2, "chunks": 2, "prefetch": True}},
+    {"choice": {"phase": "phased", "waves": 3, "pieces": 2, "lane_degree": 8, "prefetch": True,
+                "keep_layers": 0, "wave_layers": 1}},
+    {"choice": {"phase": "phased", "waves": 2, "wide": 1, "keep": False, "prefetch": True}},
+    {"choice": {"phase": "phased", "waves": 2, "lane_degree": 8, "node_ranks": 2, "prefetch": True}},
 ]
 DATA = ("ragged", "three_levels", "several", "merged", "inner_losses", "one_prompt_token", "one_level",
         "one_valid_token")
@@ -64,6 +78,8 @@ def _common(world: int) -> list[dict]:
            "data": "three_levels"} for i in busy],
         *[{"do": "streamed", "name": f"streams {_name(PROGRAMS[i])}", "program": PROGRAMS[i],
            "data": "three_levels"} for i in (0, *busy)],
+        *[{"do": "prefetched", "name": f"prefetch {_name(program)}", "program": program,
+           "data": "three_levels"} for program in PREFETCHED],
         {"do": "other_data", "name": "other data on rank 1"},
         {"do": "other_plan", "name": "another plan on rank 1"},
         {"do": "other_weights", "name": "other weights on rank 1"},

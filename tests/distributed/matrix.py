@@ -27,6 +27,9 @@ PLANS = {
     "waves": {"phase": "phased", "waves": 2, "chunks": 1},
     "chunks and waves re-fetching": {"phase": "phased", "waves": 2, "chunks": 2, "keep": False},
     "waves by move_q": {"phase": "phased", "waves": 2, "chunks": 2, "primitive": "move_q"},
+    # Chunks and waves with a recompute pair of their own each, whatever the model's flags say.
+    "waves prefetched, recompute by pass": {"phase": "phased", "waves": 2, "chunks": 2, "prefetch": True,
+                                            "keep_layers": 1, "keep_attention": 1, "wave_layers": 3},
 }
 
 

@@ -105,7 +105,7 @@ def test_message_buffers_are_two_and_stay(monkeypatch):
     longest = {key: buffer.numel() for key, buffer in buffers.items()}
     pair = next(key for key in longest)
     before = made.waits._buffers[pair]
-    made.waits._turn = pair[0]
+    made.waits._filled = pair[0]
     assert made.waits.message(*pair[1:], 8).data_ptr() == before.data_ptr()
     assert made.waits.message(*pair[1:], longest[pair] + 1).numel() == longest[pair] + 1
 

@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,11 +97,15 @@ class Worker:
         for p in plan.passes:
             if self.rank not in p.block:
                 continue
-            for made in (plan.program(p.id), reverse(plan.program(p.id), keep=p.keep)):
+            layers = self.model.layers
+            again = max(layers - p.keep_layers - p.keep_attention, 0) if p.keep_layers >= 0 else 0
+            sent = [(made, layers) for made in f.sent_forward(plan, p)]
+            sent += [(plan.program(p.id), again), (reverse(plan.program(p.id), keep=p.keep), layers)]
+            for made, times in sent:
                 promised = promise(made, p.block.index(self.rank), self.model)
-                messages += self.model.layers * promised.messages
+                messages += times * promised.messages
                 for name, size in promised.bytes.items():
-                    sizes[name] = sizes.get(name, 0) + self.model.layers * size
+                    sizes[name] = sizes.get(name, 0) + times * size
         traffic = transport.traffic[self.rank]
         assert (dict(traffic.bytes), traffic.messages) == (sizes, messages)
         return sum(sizes.values())
@@ -132,6 +137,37 @@ class Worker:
         late = self.play(batch, "grpo", delay=lambda: draw.choice([0, 0, 0.002, 0.02]))[0]
         assert _bits(plain) == _bits(late)
         return {"bits": _bits(late)}
+
+    def prefetched(self, program: dict, data: str) -> dict:
+        """Prompt keys a layer ahead, with random delays before sends: the same bits and bytes as without.
+
+        Then a wave's second layer raises on every rank: what was under way is not taken for the next step's.
+        """
+        batch = self.batch(self.on_rank_0(lambda: self.lab.data(data))[0], program)
+        passes = tuple(replace(p, prefetch=False) for p in batch.plan.passes)
+        plain, _, alone = self.play(replace(batch, plan=replace(batch.plan, passes=passes)), "grpo")
+        draw = random.Random(self.rank)
+        got, _, transport = self.play(batch, "grpo", delay=lambda: draw.choice([0, 0, 0.002, 0.02]))
+        assert _bits(plain) == _bits(got)
+        assert [t.bytes for t in transport.traffic] == [t.bytes for t in alone.traffic]
+        sent = self.check_traffic(batch, transport)
+        layer = self.ddp.module.decoder.layers[1]
+
+        def fail(module, args, kwargs):
+            if kwargs["packed_seq_params"].context.prefetch is not None:
+                raise LookupError
+
+        hook = layer.register_forward_pre_hook(fail, with_kwargs=True)
+        try:
+            self.play(batch, "grpo", delay=lambda: draw.choice([0, 0.002]))
+        except LookupError:
+            pass
+        else:
+            raise AssertionError("no layer failed")
+        finally:
+            hook.remove()
+        assert _bits(self.play(batch, "grpo")[0]) == _bits(plain)
+        return {"bits": _bits(got), "bytes": sent}
 
     def streamed(self, program: dict, data: str) -> dict:
         """The way of a device with streams, with its message buffers used again and again: the same bits."""

@@ -5,6 +5,7 @@ Attention is replaced by a dense one whose context is the tree's mask.
 
 import argparse
 import functools
+from types import SimpleNamespace
 
 import torch
 
@@ -43,10 +44,10 @@ def parse(text: str, dtype: str = "float64") -> argparse.Namespace:
 
 
 def dense_attention(q, k, v, context, layer, scale):
-    """Attention under the boolean mask ``context`` [T, T]."""
+    """Attention under the boolean mask ``context.mask`` [T, T]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) * scale
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~context, -torch.inf).softmax(-1), v)
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~context.mask, -torch.inf).softmax(-1), v)
 
 
 def tree_rows(prompt=PROMPT, responses=RESPONSES):
@@ -70,7 +71,8 @@ def pack(targets, positions, mask, scored, calls=None) -> AugTreePackedSeqParams
             calls.append(len(rows))
         return torch.log_softmax(logits, -1).gather(1, targets[rows][:, None])
 
-    return AugTreePackedSeqParams(positions=positions, context=mask, scored=scored, score=score)
+    context = SimpleNamespace(mask=mask, keep_layers=-1, rest=None)
+    return AugTreePackedSeqParams(positions=positions, context=context, scored=scored, score=score)
 
 
 def run_tree(model, rows=None, calls=None) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_augtree.data.groups import Group, Response, write_groups
 from megatron_augtree.mcore import checkpoint, launch, objective
+from megatron_augtree.runtime.engine import Engine
 from megatron_augtree.runtime.transport import DistTransport, Transport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,9 +124,9 @@ def numbers(records) -> list[dict]:
     return [{"loss": r.loss, "grad_norm": r.grad_norm, "metrics": r.metrics} for r in records]
 
 
-def start(data: str) -> None:
+def start(data: str, flags: str = "") -> None:
     """Process group and Megatron of a real rank."""
-    first = example.parser().parse_args(f"{STOCK_MODEL} --data-path {data} --train-iters 1".split())
+    first = example.parser().parse_args(f"{STOCK_MODEL} --data-path {data} --train-iters 1 {flags}".split())
     launch.start(first)
 
 
@@ -146,6 +147,31 @@ def die(data: str) -> None:
 
     trained, example.Trainer.step, objective.policy_loss = example.Trainer.step, step, deadly
     train(data, "--context-parallel-mode augtree --objective grpo --global-batch-size 2 --train-iters 2")
+
+
+def guard(data: str, result: str, tensor_parallel: str) -> None:
+    """Ten guarded steps of one kind, in which rank 1 is slow wherever the plan is not ring's."""
+    parallel = f"--tensor-model-parallel-size {tensor_parallel}"
+    start(data, parallel)
+    play, modes = Engine.play, []
+
+    def slow(self, *arguments, **keywords):
+        modes.append(self.plan.mode)
+        result = play(self, *arguments, **keywords)
+        time.sleep(1.5 * (dist.get_rank() == 1 and self.plan.mode != "ring"))
+        return result
+
+    Engine.play = slow
+    flags = f"--context-parallel-mode augtree --augtree-guard-steps 3 {parallel}"
+    flags += f" --augtree-force degree={dist.get_world_size() // int(tensor_parallel)}"
+    records, _ = train(data, f"{flags} --global-batch-size 2 --train-iters 10")
+    found = {
+        "modes": everyones(modes),
+        "fallback": everyones([record.fallback_steps for record in records]),
+        "lines": everyones([record.line(10) for record in records]),
+    }
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
 
 
 def refused_save(trainer) -> int:
@@ -174,6 +200,8 @@ def main() -> None:
     """What each of the real ranks runs: argv is the data, a scratch folder, and the result's path."""
     if sys.argv[1] == "die":
         return die(sys.argv[2])
+    if sys.argv[1] == "guard":
+        return guard(*sys.argv[2:])
     data, folder, result = sys.argv[1:4]
     start(data)
     found: dict[str, object] = {}

@@ -81,8 +81,9 @@ def test_prepare_is_idempotent_and_restores(lab):
         api.forward_backward(handle, batch, plan, total, normalizer=1)
     with pytest.raises(AugTreeError, match="a second time with other settings"):
         api.prepare_model([ddp], AugTreeConfig(mode="ring"))
-    with pytest.raises(AugTreeError, match="a setting that the API does not use"):
-        api.prepare_model(f.build_model(lab.args, augtree=False), AugTreeConfig(trace_dir="traces"))
+    for setting in ({"trace_dir": "traces"}, {"guard_steps": 3}):
+        with pytest.raises(AugTreeError, match="a setting that the API does not use"):
+            api.prepare_model(f.build_model(lab.args, augtree=False), AugTreeConfig(**setting))
     assert api.prepare_model([ddp], handle.config) is handle and handle.model is ddp
     api.forward_backward(handle, batch, plan, total, normalizer=1)
     handle.restore()

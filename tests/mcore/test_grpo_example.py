@@ -13,12 +13,9 @@ import torch
 
 from examples.grpo import common, report, task, train, verify
 from examples.grpo.rollout import next_token_logprobs, rollouts, sample
-from megatron_augtree.config import AugTreeConfig, InputError
+from megatron_augtree.config import InputError
 from megatron_augtree.data.groups import read_groups
 from megatron_augtree.mcore import build
-from megatron_augtree.mcore.sampler import plan_step
-from megatron_augtree.planning.cluster import preset
-from megatron_augtree.tools import plot
 from scripts import unshared
 
 SGD64 = ["--dtype", "float64", "--optimizer", "sgd", "--lr", "0.1"]
@@ -273,34 +270,3 @@ def test_the_report_ends_with_what_was_proven(tmp_path, monkeypatch, capsys, goo
     printed = capsys.readouterr().out
     assert ("FAILS" in printed) is not good
     assert re.search(r"parameters to 1e-13 \(at most 1e-08\)", printed) and f"is {accuracy:.3f}" in printed
-
-
-# ---- pictures
-
-
-@pytest.mark.parametrize("force", ["", "phase=phased,waves=2", "degree=1"])
-def test_the_timeline_plays_every_event_without_overlap(short, force):
-    run = common.Run(common.parse([]), "augtree", 3)
-    groups = rollouts(run.model, task.questions_of_step(3, 0, 3), 6, seed=3, step=0)
-    plan = plan_step(groups, run.shape, 3, AugTreeConfig(force=force)).plan
-    bars = plot.timeline(plan, run.shape, preset("cpu"))
-    played = [(action, p, rank) for action, p in plan.events for rank in plan.passes[p].block]
-    assert [(bar.action, bar.pass_id, bar.rank) for bar in bars] == played
-    for rank in range(plan.world):
-        mine = [bar for bar in bars if bar.rank == rank]
-        assert all(a.start + a.duration <= b.start + 1e-12 for a, b in zip(mine, mine[1:]))
-        assert sum(bar.rows for bar in mine if bar.action == "forward") == plan.rows_of_rank(rank)
-    # the price of the plan is its busiest rank's time; waiting for others comes on top
-    busy = [sum(bar.duration for bar in bars if bar.rank == rank) for rank in range(plan.world)]
-    assert max(busy) == pytest.approx(plan.seconds, rel=1e-6)
-    assert max(bar.start + bar.duration for bar in bars) >= max(busy) - 1e-12
-
-
-def test_block_ranks_start_a_pass_together(short):
-    run = common.Run(common.parse([]), "augtree", 3)
-    groups = rollouts(run.model, task.questions_of_step(3, 0, 3), 6, seed=3, step=0)
-    plan = plan_step(groups, run.shape, 2, AugTreeConfig(force="degree=2")).plan
-    spans: dict = {}
-    for bar in plot.timeline(plan, run.shape, preset("cpu")):
-        spans.setdefault((bar.action, bar.pass_id), set()).add((bar.start, bar.duration))
-    assert all(len(found) == 1 for found in spans.values())

@@ -23,6 +23,7 @@ from megatron_augtree.mcore import build, launch
 from megatron_augtree.mcore.report import Report, StepRecord
 from megatron_augtree.mcore.sampler import GroupSampler
 from megatron_augtree.runtime.transport import LocalTransport
+from tests import traces
 from tests.mcore import launcher_cases as cases
 
 GRPO = "--global-batch-size 2 --objective grpo --optimizer sgd --lr 0.1 --dtype float64"
@@ -89,7 +90,7 @@ def test_the_first_line_says_what_runs(data, capsys):
     cases.train(data, "--train-iters 1")
     assert capsys.readouterr().out.startswith("no --context-parallel-mode: stock Megatron, dense attention")
     cases.train(data, "--train-iters 1 --context-parallel-mode gather-reuse")
-    assert capsys.readouterr().out.startswith("--context-parallel-mode gather-reuse; 1 ranks")
+    assert capsys.readouterr().out.startswith("--context-parallel-mode gather-reuse; 1 rank, ")
 
 
 def test_workers_plan_ahead(data, capfd):
@@ -225,6 +226,8 @@ def record(iteration: int) -> StepRecord:
         rows=30,
         unshared_rows=120,
         note="degree 2, fused",
+        lanes={1: 6, 2: 2},
+        idle=0.0421,
         plan_seconds=0.0021,
         predicted_seconds=0.5,
         measured_seconds=1.25,
@@ -234,7 +237,8 @@ def record(iteration: int) -> StepRecord:
 
 LINE = (
     "iteration  3/20 | loss 1.500000E+00 | grad norm 0.2500 | kl 0.0100 | groups 2 | rows 30 of 120 "
-    "(75.0% saved) | degree 2, fused | plan 2.1 ms | predicted 500.0 ms | measured 1.25 s"
+    "(75.0% saved) | degree 2, fused | lanes 6 x 1 + 2 x 2 | idle 4.2% | plan 2.1 ms | predicted 500.0 ms | "
+    "measured 1.25 s"
 )
 
 
@@ -263,7 +267,8 @@ def test_the_progress_bar_keeps_off_the_lines(monkeypatch, capsys):
 
 def test_tensorboard_and_trace(data, tmp_path):
     flags = (
-        f"{GRPO} --train-iters 3 {AUGTREE} --tensorboard-dir {tmp_path}/tb --augtree-trace-dir {tmp_path}/tr"
+        f"{GRPO} --train-iters 3 {AUGTREE} --augtree-force degree=2 --tensorboard-dir {tmp_path}/tb "
+        f"--augtree-trace-dir {tmp_path}/tr"
     )
     records, trainer = cases.train(data, flags, LocalTransport(2))
     events = EventAccumulator(f"{tmp_path}/tb")
@@ -284,11 +289,22 @@ def test_tensorboard_and_trace(data, tmp_path):
     } <= logged.keys()
     assert logged["loss"] == [(r.iteration, pytest.approx(r.loss, rel=1e-6)) for r in records]
     assert logged["augtree/rows"] == [(r.iteration, r.rows) for r in records]
-    spans = json.loads((tmp_path / "tr" / "rank-00000.json").read_text())["traceEvents"]
-    passes = [span["name"] for span in spans if span["cat"] == "pass"]
-    assert passes and len(passes) == len(
-        set(zip(passes, (span["tid"] for span in spans if span["cat"] == "pass")))
-    )
+    assert logged["augtree/idle_share"] == [(r.iteration, pytest.approx(r.idle)) for r in records]
+    assert 0 < records[0].idle < 0.5 and sum(records[0].lanes.values()) > 2
+    assert "augtree/guard_fallback_steps" not in logged
+    found = traces.checked(json.loads((tmp_path / "tr" / "rank-00000.json").read_text())["traceEvents"])
+    plan = trainer.schedule.played.plan
+    for rank in range(2):
+        planned, measured = found[f"rank {rank} planned"], found[f"rank {rank} measured"]
+        assert planned[0]["ts"] == 0 < measured[0]["ts"]
+        events = [(action, plan.passes[p]) for action, p in plan.events]
+        own = [f"{p.kind} {p.id} {action}" for action, p in events if rank in p.block]
+        assert traces.passes(planned) == own
+        # One process runs all ranks: a pass is the span of its block's first.
+        first = [p for p in plan.passes if p.block[0] == rank]
+        assert len(traces.passes(measured)) == 2 * len(first) and set(traces.passes(measured)) <= set(own)
+        assert {"forward stage 0", "backward stage 0"} <= {span["name"] for span in measured}
+    assert "reduction" in {span["name"] for span in found["rank 0 measured"]}
 
 
 # --- real ranks: three launches --------------------------------------------------------------------------

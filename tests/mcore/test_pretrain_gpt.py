@@ -19,7 +19,9 @@ import torch
 
 from megatron_augtree.data.groups import read_groups, write_groups
 from megatron_augtree.mcore import build, launch
+from megatron_augtree.runtime.trace import read_events
 from megatron_augtree.runtime.transport import LocalTransport
+from tests import traces
 from tests.mcore import launcher_cases
 from tests.mcore import pretrain_cases as cases
 from tests.numerics.fixtures import err
@@ -100,9 +102,20 @@ def test_ten_steps_on_two_ranks_equal_our_launchers(two_ranks, ours):
 
 def test_ten_steps_on_four_ranks_equal_our_launchers(data, ours, tmp_path):
     flags = cases.MEGATRON + STEPPED + FOUR_RANKS + SAVED + cases.NO_EVALUATION + f"--data-path {data} "
-    out = succeeded(cases.run(cases.LAUNCHER, TREE, 4, flags, tmp_path))
+    out = succeeded(cases.run(cases.LAUNCHER, TREE, 4, f"{flags} --augtree-trace-dir traces", tmp_path))
     assert f"consumed samples: {STEPS * BATCH:12d}" in out  # groups, which four ranks do not divide
     agrees(tmp_path, ours(FOUR_RANKS, 4))
+    line = r"^AugTree: iteration (\d+)/10 \| groups 3 \| rows (\d+) of (\d+) .*$"
+    lines = re.findall(line, out, re.MULTILINE)
+    rows = cases.scalars(tmp_path / "logs", "augtree/rows")
+    assert [int(n) for n, _, _ in lines] == list(range(1, STEPS + 1))
+    assert [float(computed) for _, computed, _ in lines] == rows and float(lines[0][2]) > rows[0] > 0
+    assert min(cases.scalars(tmp_path / "logs", "augtree/measured_seconds")) > 0
+    for rank in range(4):
+        found = traces.checked(read_events(tmp_path / "traces" / f"rank-{rank:05d}.json"))
+        kinds = (found.pop(f"rank {rank} {kind}", []) for kind in ("planned", "measured"))
+        planned, measured = map(traces.passes, kinds)
+        assert planned == measured and (planned or rank) and not found  # a rank may have no pass
 
 
 def test_tensor_parallel_ranks_take_the_same_steps(data, two_ranks, tmp_path):

@@ -17,17 +17,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_augtree.config import AugTreeConfig
+from megatron_augtree.config import MODES, AugTreeConfig
 from megatron_augtree.data.groups import Group, Response, fingerprint
 from megatron_augtree.mcore import arguments, build
 from megatron_augtree.mcore.objective import Objective
 from megatron_augtree.mcore.sampler import StepBatch, sequences_of
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
-from megatron_augtree.planning.baselines import UNSHARED, baseline_plan
+from megatron_augtree.planning import schedule as planning
+from megatron_augtree.planning.baselines import UNSHARED, Costs, baseline_plan
 from megatron_augtree.planning.candidates import Choice
 from megatron_augtree.planning.candidates import build as build_plan
-from megatron_augtree.planning.plan import Plan
+from megatron_augtree.planning.plan import Pass, Plan
 from megatron_augtree.planning.tree import Forest, from_sequences
+from megatron_augtree.runtime.prefetch import split
 from megatron_augtree.runtime.transport import LocalTransport, Transport
 from scripts.unshared import response_mask, unshared_logprobs
 
@@ -317,7 +319,7 @@ def augtree(**choice) -> Program:
     return Program("augtree", tuple(choice.items()))
 
 
-BASELINES = [Program(mode) for mode in ("ring", "ring-reuse", "ring-reuse-per-response", "gather-reuse")]
+BASELINES = [Program(mode) for mode in MODES if mode != "augtree"]
 FUSED = [
     augtree(), augtree(pieces=2), augtree(primitive="move_kv"), augtree(keep=False),
     augtree(pieces=3, keep=False), augtree(primitive="ring"), augtree(lane_degree=2), augtree(lane_degree=8),
@@ -355,8 +357,17 @@ def batch_of(groups: Sequence[Group], program: Program, world: int) -> StepBatch
         lane = min(fields.pop("lane_degree", 1), degree)
         plan = build_plan(Choice(degree=degree, lane_degree=lane, **fields), forest.shape, world, UNIT)
     else:
-        plan = baseline_plan(program.mode, forest.shape, tree_groups, world, 0)
+        plan = baseline_plan(program.mode, forest.shape, tree_groups, world, 0, Costs(UNIT))
     return batch_with(groups, forest, plan)
+
+
+def sent_forward(plan: Plan, p: Pass) -> list[planning.Program]:
+    """What a layer of a pass sends in its forward: its program, or that in two parts where one goes ahead."""
+    program = plan.program(p.id)
+    if not p.prefetch:
+        return [program]
+    parts = split(program)
+    return [replace(program, stages=(parts.ahead,)), parts.rest]
 
 
 def batch_with(groups: Sequence[Group], forest: Forest, plan: Plan) -> StepBatch:

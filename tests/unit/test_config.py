@@ -25,20 +25,45 @@ def test_defaults_are_frozen():
         "force": "",
         "plan_path": "",
         "memory_budget_gib": 0.0,
+        "recompute": "auto",
         "min_shared_rows": 16,
         "keep_attention": 0,
         "kernel": "auto",
         "cluster": "cpu",
         "logit_chunk_mib": 256,
         "trace_dir": "",
+        "guard_steps": 0,
     }
     with pytest.raises(FrozenInstanceError):
         AugTreeConfig().mode = "ring"
 
 
 def test_modes_and_keys_are_frozen():
-    assert MODES == ("ring", "ring-reuse", "ring-reuse-per-response", "gather-reuse", "augtree")
-    assert FORCE_KEYS == ("degree", "lane_degree", "copies", "primitive", "phase", "chunks", "waves")
+    assert MODES == (
+        "ring",
+        "ring-reuse",
+        "ring-reuse-two-pass",
+        "ring-reuse-per-response",
+        "gather-reuse",
+        "dynamic",
+        "dynamic-reuse",
+        "dcp-phased",
+        "dcp-fused",
+        "paper",
+        "augtree",
+    )
+    assert FORCE_KEYS == (
+        "degree",
+        "lane_degree",
+        "copies",
+        "primitive",
+        "pieces",
+        "phase",
+        "chunks",
+        "waves",
+        "keep_layers",
+        "keep_attention",
+    )
     assert [AugTreeConfig(mode=mode).mode for mode in MODES] == list(MODES)
 
 
@@ -67,7 +92,8 @@ def test_out_of_range(field, value, text):
 
 
 def test_force_is_read():
-    text = "degree=4, lane_degree=2,copies=1,primitive=move_q,phase=phased,chunks=3,waves=2,"
+    text = "degree=4, lane_degree=2,copies=1,primitive=move_q,pieces=2,phase=phased,chunks=3,waves=2,"
+    text += "keep_layers=0,keep_attention=5"
     assert (
         parse_force(text)
         == AugTreeConfig(force=text).forced()
@@ -76,9 +102,12 @@ def test_force_is_read():
             "lane_degree": 2,
             "copies": 1,
             "primitive": "move_q",
+            "pieces": 2,
             "phase": "phased",
             "chunks": 3,
             "waves": 2,
+            "keep_layers": 0,
+            "keep_attention": 5,
         }
     )
     assert parse_force("") == {} and tuple(parse_force(text)) == FORCE_KEYS

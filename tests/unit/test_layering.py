@@ -16,7 +16,7 @@ NAME = PACKAGE.name
 ALLOWED = {
     "": {"config"},
     "config": set(),
-    "planning": {"config", "numpy"},
+    "planning": {"config", "numpy", "_core"},  # the core only in native.py: a test below
     "attention": {"config", "torch", "transformer_engine"},
     "runtime": {"config", "planning", "attention", "torch", "numpy"},
     "rl": {"config", "runtime.logprob", "torch", "numpy"},
@@ -38,6 +38,7 @@ ALLOWED = {
     },
     "tools": None,  # anything
     "launch": {"config", "mcore"},
+    "__main__": {"tools"},
 }
 
 
@@ -93,10 +94,15 @@ def test_imports_go_down_only():
     assert violations(PACKAGE) == []
 
 
+def test_only_native_imports_the_core():
+    found = {path.stem for path in PACKAGE.rglob("*.py") if f"{NAME}._core" in imported(path.read_text())}
+    assert found == {"native"}
+
+
 def test_every_folder_has_a_rule():
     folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and any(p.rglob("*.py"))}
-    assert folders == set(ALLOWED) - {"", "config", "launch"}
-    assert {p.stem for p in PACKAGE.glob("*.py")} == {"__init__", "config", "launch"}
+    assert folders == set(ALLOWED) - {"", "config", "launch", "__main__"}
+    assert {p.stem for p in PACKAGE.glob("*.py")} == {"__init__", "__main__", "config", "launch"}
 
 
 @pytest.mark.parametrize(

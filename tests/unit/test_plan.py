@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError
-from megatron_augtree.planning.candidates import Choice, build, cut_chunks, cut_pool
+from megatron_augtree.planning.candidates import Choice, build, chunk_rows, cut_pool
 from megatron_augtree.planning.lanes import place_inner
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.placement import Placement, Span, collect
 from megatron_augtree.planning.plan import Event, Pass, Plan, table, with_note
 from megatron_augtree.planning.planner import make_plan
+from megatron_augtree.planning.recipe import cut_rows
 from megatron_augtree.planning.tree import ForestShape, from_lengths
 from tests.unit.forests import forest, visible
 
@@ -324,9 +325,13 @@ def test_the_pool_is_cut_into_aligned_blocks(world, degree, sizes):
 
 def test_chunks_are_causal_runs():
     shape = ForestShape((-1, 0, 1, 1), (7, 4, 2, 2), (0, 0, 2, 2), (0, 0, 1, 1))
-    assert cut_chunks(shape, [0, 1], 3) == [[Span(0, 0, 3)], [Span(0, 3, 7)], [Span(1, 0, 4)]]
-    assert cut_chunks(shape, [0, 1], 2) == [[Span(0, 0, 5)], [Span(0, 5, 7), Span(1, 0, 4)]]
-    assert len(cut_chunks(shape, [1], 9)) == 4
+
+    def cut(inner, chunks):
+        return [cut_rows(shape, inner, lo, hi) for lo, hi in chunk_rows(shape, inner, chunks)]
+
+    assert cut([0, 1], 3) == [[Span(0, 0, 3)], [Span(0, 3, 7)], [Span(1, 0, 4)]]
+    assert cut([0, 1], 2) == [[Span(0, 0, 5)], [Span(0, 5, 7), Span(1, 0, 4)]]
+    assert len(cut([1], 9)) == 4
 
 
 CHOICES = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from megatron_augtree.config import AugTreeError
-from megatron_augtree.planning.compiler import compile_pass, sees
+from megatron_augtree.planning.compiler import compile_pass
 from megatron_augtree.planning.lanes import place_inner
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.placement import Placement, Span, collect
@@ -20,13 +21,13 @@ from megatron_augtree.planning.schedule import (
     Stage,
     Tile,
     Transfer,
-    check,
     field_bytes,
     promise,
     reverse,
     rows,
 )
 from megatron_augtree.planning.tree import ForestShape, from_lengths
+from megatron_augtree.planning.verify import check
 from tests.unit.forests import BackwardMachine, Graph, Machine, Work, graphs, visible
 
 #: 4 query heads of 8 (values 6), 2 KV heads, 2 bytes on the wire, 4 where results add up.
@@ -47,10 +48,14 @@ def zigzagged(shape: ForestShape, degree: int) -> Placement:
     return collect(degree, place_inner(shape, range(len(shape.rows)), degree))
 
 
-def play(graph: Graph, work: Work, primitive: str, pieces: int) -> Program:
+def play(
+    graph: Graph, work: Work, primitive: str, pieces: int, nodes: Sequence[int] | None = None
+) -> Program:
     """Compile, check and play one pass, forwards and both kinds of backwards."""
     states = graph.states(work)
-    program = compile_pass(graph.shape, work.placement, states=states, primitive=primitive, pieces=pieces)
+    program = compile_pass(
+        graph.shape, work.placement, states=states, primitive=primitive, pieces=pieces, nodes=nodes
+    )
     check(program, owed(graph.shape, work.placement))
     forward = Machine(graph.shape, program, states).forward()
     forward.check_forward()
@@ -119,12 +124,18 @@ def test_local_refuses_where_rows_would_move():
         compile_pass(shape, alone, primitive="teleport")
 
 
-def test_spans_of_a_node_never_straddle():
-    shape = from_lengths(6, [])
-    with pytest.raises(AugTreeError, match="overlap"):
-        sees(shape, Span(0, 0, 4), Span(0, 2, 6))
-    assert sees(shape, Span(0, 2, 4), Span(0, 0, 2)) and not sees(shape, Span(0, 0, 2), Span(0, 2, 4))
-    assert not sees(shape, Span(0, 0, 2), Span(0, 0, 2))
+def test_spans_of_a_node_never_overlap():
+    """Neither on one rank, nor on two, nor with prompt state."""
+    shape = from_lengths(6, [2])
+    first, second = (Span(0, 0, 4),), (Span(0, 2, 6),)
+    for placement, states in (
+        ((first, second), []),
+        (((*first, *second), ()), []),
+        ((second, ()), [(0, ((), first))]),
+        ((first, first), []),
+    ):
+        with pytest.raises(AugTreeError, match="overlap"):
+            compile_pass(shape, placement, states=states)
 
 
 def test_rows_join_and_count():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.attention.kernels.protocol import Kernel
-from megatron_augtree.config import AugTreeConfig, AugTreeError, UnsupportedError
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InputError, UnsupportedError
 from megatron_augtree.mcore import layer_spec
-from megatron_augtree.mcore.agreement import compare_weights
+from megatron_augtree.mcore.agreement import compare_weights, said_by_all
 from megatron_augtree.mcore.ddp import changing_modules, config_of, inner_module, no_sync, only_chunk
+from megatron_augtree.mcore.recompute import can_recompute
 from megatron_augtree.mcore.sampler import model_shape
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.runtime.transport import DistTransport, LocalTransport, Transport
@@ -66,7 +67,8 @@ class Handle:
     @property
     def model_shape(self) -> ModelShape:
         """The planner's view of the model."""
-        return model_shape(self.transformer_config, self.language_model.vocab_size)
+        shape = model_shape(self.transformer_config, self.language_model.vocab_size)
+        return replace(shape, can_recompute=can_recompute(self.language_model.decoder))
 
     def transport(self, scope: str) -> Transport:
         """``"pool"``: data- and context-parallel ranks; ``"cp"``: CP ranks. Its first call is collective."""
@@ -83,6 +85,29 @@ class Handle:
         if scope == "pool":
             return DistTransport(parallel_state.get_data_parallel_group(with_context_parallel=True))
         return DistTransport(parallel_state.get_context_parallel_group())
+
+    def compare_scopes(self, scope: str) -> None:
+        """Fail on every rank where scopes differ: ranks would wait for each other in different groups.
+
+        In the first plan, which all ranks of the pool make together; later ones with ``scope="cp"`` are the
+        context-parallel peers' own affair.
+
+        Raises:
+            InputError: names the ranks.
+        """
+        if self._compared:
+            return
+        everyone, _ = said_by_all(self.transport("pool"), scope)
+        lowest = min(everyone)
+        others = sorted(rank for rank, said in everyone.items() if said != everyone[lowest])
+        if others:
+            raise InputError(
+                "ranks plan with different scopes",
+                values=f"ranks {others} with scope={everyone[others[0]]!r}, rank {lowest} with "
+                f"{everyone[lowest]!r}",
+                rule="every rank of the pool plans with the same scope",
+                remedy="pass one scope everywhere",
+            )
 
     def compare_weights(self) -> None:
         """Once: ranks of the pool that begin with different weights are an error on all of them."""
@@ -224,13 +249,13 @@ def prepare_model(
 
 
 def _check_settings(config: AugTreeConfig) -> None:
-    given = {name: getattr(config, name) for name in ("plan_path", "trace_dir")}
+    given = {name: getattr(config, name) for name in ("plan_path", "trace_dir", "guard_steps")}
     unused = [f"{name}={value!r}" for name, value in given.items() if value]
     if unused:
         raise AugTreeError(
             "a setting that the API does not use",
             values=", ".join(unused),
-            rule="plans from files and traces belong to launchers",
+            rule="plans from files, traces and the guard belong to launchers",
             remedy="leave it out",
         )
 

@@ -166,9 +166,7 @@ class _Hosted:
         parts = []
         for pass_id in mb.passes:
             p = mb.plan.plan.passes[pass_id]
-            local = engine.layouts[pass_id].local(engine.transport.hosts(p.block), engine.device)
-            context = engine.context(p, {}, forward_only=not torch.is_grad_enabled())
-            parts.append(call.run(local, context))
+            parts.append(engine.forward(p, {}, forward_only=not torch.is_grad_enabled()))
         if not parts:
             parts.append(call.run(*_nothing(engine.idle_context(), engine.device)))
         return _Hosted(call, mb.passes, torch.cat(parts))

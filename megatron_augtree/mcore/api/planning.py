@@ -31,6 +31,7 @@ from megatron_augtree.mcore.api.batch import (
 )
 from megatron_augtree.mcore.api.handle import Handle
 from megatron_augtree.mcore.api.step import StepPlan
+from megatron_augtree.mcore.recompute import cannot_play
 from megatron_augtree.mcore.sampler import choose_plan
 from megatron_augtree.planning.cluster import GIB
 from megatron_augtree.planning.placement import count
@@ -52,7 +53,7 @@ def plan(
 ) -> StepPlan:
     """Trees and a plan for some samples. Collective over the scope's ranks; on the CPU.
 
-    A handle's first plan also compares the weights of all ranks of the pool.
+    A handle's first plan also compares the scope and the weights of all ranks of the pool.
 
     Args:
         handle: the model.
@@ -72,6 +73,7 @@ def plan(
         InputError: some rank's batch cannot be used; the same on every rank.
         InfeasiblePlanError: no plan fits the limits; the same on every rank.
     """
+    handle.compare_scopes(scope if scope in SCOPES else "pool")
     transport = handle.transport(scope if scope in SCOPES else "pool")
     samples, blob, error, failure = [], b"", "", None
     try:
@@ -233,6 +235,9 @@ def _make(
     sequences = sequences_of(pool)
     forest, made = _choose(sequences, groups, handle, transport.world, max_rows)
     made = _forwards_first(handle, made)
+    failure = cannot_play(handle.model, made)
+    if failure is not None:
+        raise failure
     owners = givers if scope == "pool" else [g % transport.world for g in groups]
     rank = transport.rank if scope == "pool" else 0
     first = sum(len(found) for found in by_rank[:rank])

@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,8 +53,10 @@ from megatron_augtree.mcore.megatron_lm.flags import (
     read_splits,
 )
 from megatron_augtree.mcore.patches import refuse_mindspeed
+from megatron_augtree.mcore.report import StepFigures, figures_of
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
+from megatron_augtree.planning.plan import counted
 from megatron_augtree.rl.losses import LossConfig
 
 
@@ -92,8 +95,9 @@ class Run:
         args = self.args
         counts = ", ".join(f"{len(groups)} {name}" for name, groups in self.splits.items())
         return (
-            f"AugTree: --context-parallel-mode {self.config.mode}; {args.context_parallel_size} ranks a "
-            f"pool, at most {self.config.degree or args.context_parallel_size} a block; {args.objective}; "
+            f"AugTree: --context-parallel-mode {self.config.mode}; "
+            f"{counted(args.context_parallel_size, 'rank')} a pool, at most "
+            f"{self.config.degree or args.context_parallel_size} a block; {args.objective}; "
             f"groups: {counts}; {args.global_batch_size} a step"
         )
 
@@ -253,6 +257,28 @@ def _steps(groups: tuple[Group, ...], wanted: int, consumed: int, training: bool
     return steps if batch is None else itertools.chain([batch], steps)
 
 
+def tell(iteration: int) -> None:
+    """What the step computed and how long it took, beside Megatron's own line and in its TensorBoard.
+
+    Args:
+        iteration: the step's, counted from 1.
+    """
+    args, schedule = _run.args, _run.schedule
+    figures = StepFigures(**figures_of(schedule, schedule.seconds))
+    if args.rank == 0 and iteration % args.log_interval == 0:
+        cells = [f"AugTree: iteration {iteration}/{args.train_iters}", *figures.cells()]
+        print(" | ".join(cells), flush=True)
+    writer = get_tensorboard_writer()
+    if writer is not None and iteration % args.tensorboard_log_interval == 0:
+        for name, value in figures.plan_scalars().items():
+            writer.add_scalar(name, value, iteration)
+
+
+def get_tensorboard_writer() -> Any:
+    """Megatron's own, on the rank that has it; the script's `megatron.training` is loaded by now."""
+    return sys.modules["megatron.training.global_vars"].get_tensorboard_writer()
+
+
 def schedule(*args: Any, **kwargs: Any) -> Callable:
     """What ``get_forward_backward_func`` returns under a mode; otherwise, what it returns anyway."""
     return stock_schedule(*args, **kwargs) if _run is None else play
@@ -285,7 +311,9 @@ def play(
         model=model,
         forward_only=forward_only,
     )
-    if not forward_only and args.curr_iteration + 1 == args.train_iters:
-        run.schedule.write_trace()
+    if not forward_only:
+        tell(args.curr_iteration + 1)
+        if args.curr_iteration + 1 == args.train_iters:
+            run.schedule.write_trace()
     device = next(run.model[0].parameters()).device
     return [{name: torch.tensor(float(value), device=device) for name, value in metrics.items()}]

@@ -1,0 +1,224 @@
+"""What all baselines share: what they choose by, how jobs become recipes, who takes which tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from megatron_augtree.planning.cluster import Cluster
+from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.plan import Event
+from megatron_augtree.planning.recipe import Recipe, placement_of
+from megatron_augtree.planning.tree import ForestShape
+
+#: Passes, what is played, and why in a line: a plan whose rows are not placed yet.
+Recipes = tuple[list[Recipe], list[Event], str]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a baseline chooses by.
+
+    Attributes:
+        pairs_per_row: cost of a row's linear layers in (query, key) pairs, see `lanes.row_cost`.
+        price: (shape, recipes, events) -> (ns, bytes of the largest rank), of the whole plan; None: by the
+            load of the slowest rank, in pairs.
+        budget_bytes: memory of a rank; what needs more is chosen only where nothing fits. 0: no limit.
+        model, cluster: for the score of ``paper``; None: it knows of no traffic.
+    """
+
+    pairs_per_row: int = 1
+    price: Callable[[ForestShape, Sequence[Recipe], Sequence[Event]], tuple[int, int]] | None = None
+    budget_bytes: int = 0
+    model: ModelShape | None = None
+    cluster: Cluster | None = None
+
+    def of(self, shape: ForestShape, made: Recipes) -> tuple[bool, int]:
+        """(does not fit, time) of some recipes: the smaller, the better."""
+        if self.price is None:
+            return False, slowest_load(shape, made[0], self.pairs_per_row)
+        time_ns, peak_bytes = self.price(shape, made[0], made[1])
+        return 0 < self.budget_bytes < peak_bytes, time_ns
+
+
+def slowest_load(shape: ForestShape, recipes: Sequence[Recipe], pairs_per_row: int) -> int:
+    """Load of the busiest rank, in pairs; in every pass a block waits for its slowest rank."""
+    busy: dict[int, int] = {}
+    for recipe in recipes:
+        placed = placement_of(recipe, shape, pairs_per_row)
+        slowest = max(sum(row_cost(shape, *span, pairs_per_row) for span in spans) for spans in placed)
+        for rank in range(recipe.start, recipe.start + recipe.width):
+            busy[rank] = busy.get(rank, 0) + slowest
+    return max(busy.values(), default=0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a baseline plans.
+
+    Attributes:
+        shape: the forest, shared as the mode shares.
+        trees: [tree] -> its nodes.
+        groups: [tree] -> number of its group.
+        world: ranks of the pool.
+        degree: ranks of a replica; under the dynamic modes, of the longest sequence or tree.
+        costs: what is chosen by.
+    """
+
+    shape: ForestShape
+    trees: tuple[range, ...]
+    groups: tuple[int, ...]
+    world: int
+    degree: int
+    costs: Costs
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.degree
+
+    def work(self, tree: int) -> int:
+        """A tree's rows and pairs, in pairs."""
+        shape, unit = self.shape, self.costs.pairs_per_row
+        return sum(row_cost(shape, n, 0, shape.rows[n], unit) for n in self.trees[tree])
+
+    def in_turn(self) -> list[int]:
+        """[tree] -> replica, as data parallelism deals groups out."""
+        return [group % self.replicas for group in self.groups]
+
+    def by_group(self) -> list[int]:
+        """Trees in the order of their groups."""
+        return sorted(range(len(self.trees)), key=lambda t: (self.groups[t], t))
+
+
+def trees_of(shape: ForestShape) -> tuple[range, ...]:
+    """[tree] -> its nodes: nodes are numbered depth first, so a tree is all up to the next root."""
+    ends = [*shape.roots[1:], len(shape.rows)]
+    return tuple(range(root, end) for root, end in zip(shape.roots, ends))
+
+
+def longest_first(weights: Sequence[int], bins: int) -> list[int]:
+    """`assign.longest_first` on empty bins, for many of them: heaviest first, to the least loaded."""
+    heap, where = [(0, b) for b in range(bins)], [0] * len(weights)
+    heapify(heap)
+    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        load, target = heap[0]
+        where[item] = target
+        heapreplace(heap, (load + weights[item], target))
+    return where
+
+
+class Lay(NamedTuple):
+    """How leaves lie and keys travel.
+
+    Attributes:
+        lane: ranks of a lane; 0: the block.
+        wide: longest leaves that are cut over the block whatever `lane` is.
+        pieces: pieces of a gather.
+    """
+
+    lane: int = 0
+    wide: int = 0
+    pieces: int = 1
+
+
+LAID_WIDE = Lay()
+
+
+class Maker:
+    """Collects jobs as recipes and events.
+
+    Args:
+        shape: the forest.
+    """
+
+    def __init__(self, shape: ForestShape) -> None:
+        self.shape = shape
+        self.recipes: list[Recipe] = []
+        self.events: list[Event] = []
+        self.jobs = 0
+
+    def made(self, note: str) -> Recipes:
+        """Everything so far."""
+        return self.recipes, self.events, note
+
+    def split(self, nodes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(nodes with children among them, the others)."""
+        above = {self.shape.parents[n] for n in nodes}
+        inner = tuple(n for n in nodes if n in above)
+        return inner, tuple(n for n in nodes if n not in above)
+
+    def fused(
+        self, nodes: Sequence[int], start: int, width: int, primitive: str, how: Lay = LAID_WIDE
+    ) -> None:
+        """A job of one pass over some nodes."""
+        inner, leaves = self.split(nodes)
+        self._add("fused", start, width, primitive, how, inner=inner, leaves=leaves)
+        self.jobs += 1
+
+    def phased(
+        self,
+        nodes: Sequence[int],
+        start: int,
+        width: int,
+        primitive: str,
+        how: Lay = LAID_WIDE,
+        *,
+        spine: str = "",
+        waves: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """A job of a prefill of the inner nodes and a replay a wave; without inner nodes, of one fused pass.
+
+        Args:
+            nodes: what the job computes.
+            start, width: its block.
+            primitive: of the replays.
+            how: how leaves lie and keys travel.
+            spine: primitive of the prefill; empty: the same.
+            waves: leaves of each replay; none: all leaves in one.
+        """
+        inner, leaves = self.split(nodes)
+        if not inner:
+            self.fused(nodes, start, width, spine or primitive, how)
+            return
+        prefill = self._add("prefill", start, width, spine or primitive, how, inner=inner, backward=False)
+        for wave in waves or [leaves]:
+            self._add("replay", start, width, primitive, how, leaves=tuple(wave), reads=(prefill,))
+        self.events.append(Event("backward", prefill))
+        self.jobs += 1
+
+    def _add(
+        self,
+        kind: str,
+        start: int,
+        width: int,
+        primitive: str,
+        how: Lay,
+        *,
+        inner: tuple[int, ...] = (),
+        leaves: tuple[int, ...] = (),
+        reads: tuple[int, ...] = (),
+        backward: bool = True,
+    ) -> int:
+        index = len(self.recipes)
+        self.recipes.append(
+            Recipe(
+                job=self.jobs,
+                kind=kind,
+                start=start,
+                width=width,
+                inner=inner,
+                leaves=leaves,
+                lane_degree=how.lane or width,
+                wide=min(how.wide, len(leaves)),
+                reads=reads,
+                primitive=primitive,
+                pieces=how.pieces,
+            )
+        )
+        self.events.append(Event("forward", index))
+        if backward:
+            self.events.append(Event("backward", index))
+        return index

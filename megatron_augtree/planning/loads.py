@@ -1,0 +1,434 @@
+"""What every rank of a pass does in one layer, counted from the placement alone.
+
+The counts equal what the compiler emits (rows, pairs, received rows, messages; a test compares them), so that
+candidates are priced without compiling them. Keys of a node are seen by every rank that holds a row below the
+node, and, of a cut node, by the ranks that hold a later row of it. So per node two numbers say who sees a
+span: how many ranks see the node whole, and how far down the others see.
+
+`csrc/pricing.cpp` counts the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_augtree.planning.placement import Placement, Span
+from megatron_augtree.planning.plan import Pass
+from megatron_augtree.planning.tree import ForestShape
+
+
+class RankLoad(NamedTuple):
+    """What one rank does in one layer of a pass.
+
+    Attributes:
+        rows, scored: its rows, and those that reach the vocabulary.
+        pairs: (query, key) pairs it computes; `visiting` of them with other ranks' queries (``move_q``).
+        early: those that need nothing received, leaves' own aside: computed while the first piece travels.
+        triangles: rows of each of its causal tiles.
+        tiles: attention calls, an estimate.
+        merged: rows of partial results that are merged, an estimate.
+        kv_in, kv_out: key rows received and sent; of them `kv_far_in`, `kv_far_out` across nodes.
+        q_in, q_out: query rows received and sent (``move_q``); `q_far_in`, `q_far_out` across nodes.
+        messages: messages sent in the forward.
+    """
+
+    rows: int
+    scored: int
+    pairs: int
+    visiting: int
+    early: int
+    triangles: tuple[int, ...]
+    tiles: int
+    merged: int
+    kv_in: int
+    kv_out: int
+    kv_far_in: int
+    kv_far_out: int
+    q_in: int
+    q_out: int
+    q_far_in: int
+    q_far_out: int
+    messages: int
+
+
+class _Keys(NamedTuple):
+    """Keys of one node in a pass and its states.
+
+    Attributes:
+        spans: (end, first row, rank), by end.
+        held: [rank] rows it holds.
+        group: [node of the machine] rows held there.
+        below: [rank] prefix sums over `spans`: rows of the first i spans, all and per machine node.
+    """
+
+    spans: list[tuple[int, int, int]]
+    held: list[int]
+    group: list[int]
+    below: list[list[int]]
+
+
+class PassLoads:
+    """The loads of a pass on every rank of its block.
+
+    Args:
+        shape: the forest.
+        p: the pass.
+        states: placements of the passes it reads.
+        node_ranks: ranks of a node of the machine.
+    """
+
+    def __init__(self, shape: ForestShape, p: Pass, states: Sequence[Placement], node_ranks: int) -> None:
+        self.shape, self.p, self.states = shape, p, states
+        self.world = len(p.placement)
+        numbers = [rank // node_ranks for rank in p.block]
+        order = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
+        #: [rank] node of the machine, counted from 0 in block order.
+        self.node_of = [order[number] for number in numbers]
+        self.machine_nodes = len(order)
+
+    def as_pass(self, p: Pass) -> PassLoads:
+        """The loads of the same rows moved in another way; what does not depend on that is kept."""
+        other = PassLoads.__new__(PassLoads)
+        other.__dict__ = {name: value for name, value in self.__dict__.items() if name != "ranks"}
+        other.p = p
+        return other
+
+    @property
+    def crosses(self) -> bool:
+        """Whether keys cross to another node once and are handed on there."""
+        return bool(self.p.node_ranks) and self.machine_nodes > 1 and self.p.primitive == "gather_kv"
+
+    @cached_property
+    def ranks(self) -> list[RankLoad]:
+        if self.p.primitive == "move_q":
+            return self._move_q()
+        return self._ring() if self.p.primitive == "ring" else self._gather()
+
+    @property
+    def stages(self) -> int:
+        """Stages with transfers in the forward."""
+        remote = self.world - 1
+        if not remote or not any(r.messages for r in self.ranks):
+            return 0
+        if self.p.primitive == "move_q":
+            return 2
+        if self.p.primitive in ("ring", "move_kv"):
+            return remote
+        return min(self.p.pieces, remote) + self.crosses
+
+    # What a rank holds and sees.
+
+    @cached_property
+    def _own(self) -> list[dict[int, int]]:
+        """[rank] -> node -> its rows of the pass."""
+        own: list[dict[int, int]] = []
+        for spans in self.p.placement:
+            rows: dict[int, int] = {}
+            for s in spans:
+                rows[s.node] = rows.get(s.node, 0) + s.hi - s.lo
+            own.append(rows)
+        return own
+
+    @cached_property
+    def _last(self) -> list[dict[int, int]]:
+        """[rank] -> node -> first row of its last span: how far down it sees the node."""
+        return [{s.node: s.lo for s in spans} for spans in self.p.placement]
+
+    @cached_property
+    def _whole(self) -> list[frozenset[int]]:
+        """[rank] -> nodes that it sees whole: ancestors of what it holds."""
+        known: dict[frozenset[int], frozenset[int]] = {}
+        found = []
+        for own in self._own:
+            nodes = frozenset(own)
+            if nodes not in known:
+                known[nodes] = frozenset().union(*[self.shape.ancestors[n] for n in nodes])
+            found.append(known[nodes])
+        return found
+
+    @cached_property
+    def _seers(self) -> dict[int, tuple[int, list[int], list[int]]]:
+        """node -> who sees its keys: ranks that see it whole, a bit a rank; how far down the others see, in
+        order; and for every place in that order the ranks from there on."""
+        whole: dict[int, int] = {}
+        partly: dict[int, list[tuple[int, int]]] = {}
+        for rank in range(self.world):
+            for node in self._whole[rank]:
+                whole[node] = whole.get(node, 0) | 1 << rank
+            for node, last in self._last[rank].items():
+                if node not in self._whole[rank]:
+                    partly.setdefault(node, []).append((last, rank))
+        seers = {}
+        for node in whole.keys() | partly.keys():
+            order = sorted(partly.get(node, ()))
+            below = [0]
+            for _, rank in reversed(order):
+                below.append(below[-1] | 1 << rank)
+            seers[node] = whole.get(node, 0), [last for last, _ in order], below[::-1]
+        return seers
+
+    @cached_property
+    def _holders(self) -> dict[int, int]:
+        """node -> ranks that hold rows of it in the pass."""
+        holders: dict[int, int] = {}
+        for own in self._own:
+            for node in own:
+                holders[node] = holders.get(node, 0) + 1
+        return holders
+
+    def _keys(self, kinds: Sequence[Placement]) -> dict[int, _Keys]:
+        """node -> its keys in some placements."""
+        spans: dict[int, list[tuple[int, int, int]]] = {}
+        for kind in kinds:
+            for rank, mine in enumerate(kind):
+                for s in mine:
+                    spans.setdefault(s.node, []).append((s.hi, s.lo, rank))
+        keys = {}
+        for node, found in spans.items():
+            found.sort()
+            held, group = [0] * self.world, [0] * self.machine_nodes
+            for hi, lo, rank in found:
+                held[rank] += hi - lo
+                group[self.node_of[rank]] += hi - lo
+            keys[node] = _Keys(found, held, group, self._prefix_sums(found))
+        return keys
+
+    def _prefix_sums(self, found: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+        sums = [[0] for _ in range(self.machine_nodes)]
+        for hi, lo, rank in found:
+            for node, column in enumerate(sums):
+                column.append(column[-1] + (hi - lo if self.node_of[rank] == node else 0))
+        return sums
+
+    def _arriving(self, keys: dict[int, _Keys], rank: int) -> tuple[int, int]:
+        """(near, far) key rows, held elsewhere, that some query of a rank sees."""
+        home, near, far = self.node_of[rank], 0, 0
+        for node in self._whole[rank]:
+            if node in keys:
+                k = keys[node]
+                near += k.group[home] - k.held[rank]
+                far += sum(k.group) - k.group[home]
+        for node, last in self._last[rank].items():
+            if node in keys and node not in self._whole[rank]:
+                k = keys[node]
+                index = bisect_left(k.spans, (last + 1,))
+                mine = sum(hi - lo for hi, lo, r in k.spans[:index] if r == rank)
+                near += k.below[home][index] - mine
+                far += sum(column[index] for column in k.below) - k.below[home][index]
+        return near, far
+
+    def _viewers(self, span: Span) -> int:
+        """Ranks with a query that sees a span of keys, a bit a rank."""
+        if span.node not in self._seers:
+            return 0
+        whole, ends, below = self._seers[span.node]
+        return whole | below[bisect_left(ends, span.hi)]
+
+    def _leaving(self, kinds: Sequence[Placement], rank: int) -> tuple[int, int, int]:
+        """Key rows that a rank sends, (near, far), and how many ranks get some."""
+        near, far, reached = 0, 0, 0
+        here, others = self._mates[self.node_of[rank]], ~(1 << rank)
+        for kind in kinds:
+            for s in kind[rank]:
+                seen = self._viewers(s) & others
+                reached |= seen
+                near += (s.hi - s.lo) * (seen & here).bit_count()
+                far += (s.hi - s.lo) * (seen & ~here).bit_count()
+        return near, far, reached.bit_count()
+
+    @cached_property
+    def _mates(self) -> list[int]:
+        """[node of the machine] its ranks, a bit a rank."""
+        mates = [0] * self.machine_nodes
+        for rank, node in enumerate(self.node_of):
+            mates[node] |= 1 << rank
+        return mates
+
+    # What a rank computes.
+
+    def _basic(self, rank: int, sources: int) -> dict:
+        spans, own = self.p.placement[rank], self._own[rank]
+        whole, shape = self._whole[rank], self.shape
+        cut = [n for n in own if n not in whole and self._holders[n] > 1]
+        rows = sum(own.values())
+        below = sum(n for node, n in own.items() if shape.parents[node] >= 0)
+        return {
+            "rows": rows,
+            "scored": sum(min(shape.scored[s.node], s.hi - s.lo) for s in spans),
+            "pairs": sum(shape.area(*s) for s in spans),
+            "visiting": 0,
+            "early": self._early(rank),
+            "triangles": tuple(own.values()),
+            # Own triangles, and a tile a source for the shared nodes and for every node cut over ranks.
+            "tiles": len(own) + min(len(whole), 2) * (sources + 1) + len(cut) * sources,
+            "merged": rows + below * (sources + 1) + sum(own[n] for n in cut) * sources,
+            "q_in": 0,
+            "q_out": 0,
+            "q_far_in": 0,
+            "q_far_out": 0,
+        }
+
+    def _early(self, rank: int) -> int:
+        """Pairs with keys that a rank holds itself, but for leaves' triangles: those are computed last."""
+        own, shape = self._own[rank], self.shape
+        held: dict[int, int] = {}
+        for state in self.states:
+            for s in state[rank]:
+                held[s.node] = held.get(s.node, 0) + s.hi - s.lo
+        pairs = 0
+        for node, n in own.items():
+            pairs += n * sum(own.get(a, 0) + held.get(a, 0) for a in shape.ancestors[node])
+            pairs += n * (n + 1) // 2 + n * held.get(node, 0) if shape.children[node] else 0
+        return pairs
+
+    # The primitives.
+
+    def _gather(self) -> list[RankLoad]:
+        kinds = [self.p.placement, *self.states]
+        keys = self._keys(kinds)
+        sources = self.world - 1 if self.p.primitive == "move_kv" else min(self.p.pieces, self.world - 1)
+        direct = [] if self.crosses else [self._direct(kinds, keys, rank) for rank in range(self.world)]
+        flows = direct or self._handed_on(kinds)
+        return [
+            RankLoad(
+                **self._basic(rank, sources),
+                kv_in=near_in + far_in,
+                kv_out=near_out + far_out,
+                kv_far_in=far_in,
+                kv_far_out=far_out,
+                messages=messages,
+            )
+            for rank, (near_in, far_in, near_out, far_out, messages) in enumerate(flows)
+        ]
+
+    def _direct(self, kinds: Sequence[Placement], keys: dict[int, _Keys], rank: int) -> tuple[int, ...]:
+        """(near in, far in, near out, far out) key rows and messages of a rank: owner to consumer."""
+        return *self._arriving(keys, rank), *self._leaving(kinds, rank)
+
+    def _handed_on(self, kinds: Sequence[Placement]) -> list[list[int]]:
+        """The same where keys cross to another node once, to a relay, which hands them on there."""
+        flows = [[0, 0, 0, 0, 0] for _ in range(self.world)]
+        first = [0] * self.world  # ranks that a rank sends its own rows to, a bit a rank
+        then = [0] * self.world  # ranks that it hands others' rows on to
+        ranks_of = [[r for r in range(self.world) if self.node_of[r] == n] for n in range(self.machine_nodes)]
+        place = {r: ranks.index(r) for ranks in ranks_of for r in ranks}
+        for kind in kinds:
+            for src in range(self.world):
+                for s in kind[src]:
+                    seen, size = self._viewers(s) & ~(1 << src), s.hi - s.lo
+                    for node, mates in enumerate(self._mates):
+                        wanting = seen & mates
+                        if not wanting:
+                            continue
+                        giver = src
+                        if node != self.node_of[src]:
+                            giver = ranks_of[node][place[src] % len(ranks_of[node])]
+                            flows[src][3] += size
+                            flows[giver][1] += size
+                            first[src] |= 1 << giver
+                            wanting &= ~(1 << giver)
+                            then[giver] |= wanting
+                        else:
+                            first[src] |= wanting
+                        flows[giver][2] += size * wanting.bit_count()
+                        for rank in ranks_of[node]:
+                            flows[rank][0] += size * (wanting >> rank & 1)
+        for rank in range(self.world):
+            flows[rank][4] = first[rank].bit_count() + then[rank].bit_count()
+        return flows
+
+    def _ring(self) -> list[RankLoad]:
+        kinds = (self.p.placement, *self.states)
+        shards = [sum(s.hi - s.lo for kind in kinds for s in kind[r]) for r in range(self.world)]
+        total, remote = sum(shards), self.world - 1
+        loads = []
+        for rank in range(self.world):
+            passing = [shards[(rank - hop) % self.world] for hop in range(remote)]
+            arriving = total - shards[rank] if remote else 0
+            after, before = (rank + 1) % self.world, (rank - 1) % self.world
+            loads.append(
+                RankLoad(
+                    **self._basic(rank, remote),
+                    kv_in=arriving,
+                    kv_out=sum(passing),
+                    kv_far_in=arriving if self.node_of[before] != self.node_of[rank] else 0,
+                    kv_far_out=sum(passing) if self.node_of[after] != self.node_of[rank] else 0,
+                    messages=sum(x > 0 for x in passing),
+                )
+            )
+        return loads
+
+    def _move_q(self) -> list[RankLoad]:
+        """Leaves' own keys are gathered; queries go to the prompt state, partial results come back."""
+        keys = self._keys([self.p.placement])
+        meets = [self._meets(rank) for rank in range(self.world)]
+        loads = []
+        for rank in range(self.world):
+            near_in, far_in = self._arriving(keys, rank)
+            near_out, far_out, _ = self._leaving([self.p.placement], rank)
+            receivers = 0
+            for s in self.p.placement[rank]:
+                receivers |= self._viewers(s)
+            q_out, q_far_out, pairs_out = self._visits(meets, rank, out=True)
+            q_in, q_far_in, pairs_in = self._visits(meets, rank, out=False)
+            for other in range(self.world):
+                receivers |= (meets[other].get(rank, (0, 0))[0] > 0) << other
+            receivers &= ~(1 << rank)
+            back = sum(meets[rank].get(other, (0, 0))[0] > 0 for other in range(self.world) if other != rank)
+            basic = self._basic(rank, 1)
+            basic |= {
+                "pairs": basic["pairs"] + pairs_in - pairs_out,
+                "visiting": pairs_in,
+                "tiles": basic["tiles"] + 1,
+                "merged": basic["merged"] + q_in + q_out,
+                "q_in": q_in,
+                "q_out": q_out,
+                "q_far_in": q_far_in,
+                "q_far_out": q_far_out,
+            }
+            loads.append(
+                RankLoad(
+                    **basic,
+                    kv_in=near_in + far_in,
+                    kv_out=near_out + far_out,
+                    kv_far_in=far_in,
+                    kv_far_out=far_out,
+                    messages=receivers.bit_count() + back,
+                )
+            )
+        return loads
+
+    def _meets(self, rank: int) -> dict[int, tuple[int, int]]:
+        """Rank of a query -> (its query rows that see prompt state of `rank`, pairs with it)."""
+        total: dict[int, int] = {}
+        ends: dict[int, list[tuple[int, int]]] = {}
+        for state in self.states:
+            for s in state[rank]:
+                total[s.node] = total.get(s.node, 0) + s.hi - s.lo
+                ends.setdefault(s.node, []).append((s.hi, s.hi - s.lo))
+        met: dict[int, tuple[int, int]] = {}
+        for src, spans in enumerate(self.p.placement):
+            rows = pairs = 0
+            for q in spans:
+                seen = sum(total.get(a, 0) for a in self.shape.ancestors[q.node])
+                seen += sum(size for end, size in ends.get(q.node, ()) if end <= q.lo)
+                rows += q.hi - q.lo if seen else 0
+                pairs += (q.hi - q.lo) * seen
+            met[src] = rows, pairs
+        return met
+
+    def _visits(
+        self, meets: Sequence[dict[int, tuple[int, int]]], rank: int, *, out: bool
+    ) -> tuple[int, int, int]:
+        """(query rows, those across nodes, pairs) that a rank sends out, or takes in."""
+        rows = far = pairs = 0
+        for other in range(self.world):
+            if other != rank:
+                there, who = (other, rank) if out else (rank, other)
+                visiting, computed = meets[there][who]
+                rows, pairs = rows + visiting, pairs + computed
+                far += visiting if self.node_of[other] != self.node_of[rank] else 0
+        return rows, far, pairs

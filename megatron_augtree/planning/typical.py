@@ -1,0 +1,189 @@
+"""A block's heaviest ranks in closed forms: what the search prices, before any row is placed.
+
+Nodes cut over a block are taken as even (zigzag evens rows and pairs alike); whole leaves are dealt out
+longest first, wide ones fill up what that left uneven. Two ranks stand for the block: one of the fullest
+lane, and one that takes most of the wide leaves. Only jobs that the search settles on are counted rank by
+rank (`loads.py`); a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_augtree.planning.assign import level, longest_first
+from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.loads import RankLoad
+from megatron_augtree.planning.placement import Span
+from megatron_augtree.planning.plan import Pass
+from megatron_augtree.planning.tree import ForestShape
+
+
+class Lay(NamedTuple):
+    """Rows of a pass before they are placed.
+
+    Attributes:
+        inner: spans cut over the whole block.
+        leaves: nodes that go to lanes.
+        width, lane_degree, wide: see `lanes.place`.
+        state_rows, state_nodes: rows and nodes whose keys earlier passes keep on the block.
+    """
+
+    inner: tuple[Span, ...]
+    leaves: tuple[int, ...]
+    width: int
+    lane_degree: int = 1
+    wide: int = 0
+    state_rows: int = 0
+    state_nodes: int = 0
+
+
+class _Part(NamedTuple):
+    """Rows of one node on one rank.
+
+    Attributes:
+        rows, pairs, scored: of this rank.
+        start: rows above the first one.
+        ranks: how many ranks the node is cut over.
+        of: rows of the node, on all ranks.
+        inner: whether others of the pass are below it.
+    """
+
+    rows: int
+    pairs: int
+    scored: int
+    start: int
+    ranks: int
+    of: int
+    inner: bool
+
+
+class TypicalLoads:
+    """The loads of a pass on its heaviest ranks; takes the place of `PassLoads`.
+
+    Args:
+        shape: the forest.
+        lay: rows of the pass.
+        p: how they are moved; its placement is not looked at.
+        node_ranks: ranks of a node of the machine.
+        pairs_per_row: see `lanes.row_cost`.
+    """
+
+    def __init__(self, shape: ForestShape, lay: Lay, p: Pass, node_ranks: int, pairs_per_row: int) -> None:
+        self.shape, self.lay, self.p, self.unit = shape, lay, p, pairs_per_row
+        self.world = lay.width
+        self.mates = min(lay.width, node_ranks)
+        self.machine_nodes = -(-lay.width // node_ranks)
+        inner = [self._cut(span, self.world, True) for span in lay.inner]
+        self.ranks = [self._load(inner + leaves) for leaves in self._leaves()]
+
+    @property
+    def stages(self) -> int:
+        """Stages with transfers in the forward."""
+        remote = self.world - 1
+        if not remote or not any(load.messages for load in self.ranks):
+            return 0
+        if self.p.primitive == "move_q":
+            return 2
+        return remote if self.p.primitive == "move_kv" else min(self.p.pieces, remote) + self._crosses
+
+    @property
+    def _crosses(self) -> bool:
+        return bool(self.p.node_ranks) and self.machine_nodes > 1 and self.p.primitive == "gather_kv"
+
+    def _cut(self, span: Span, ranks: int, inner: bool = False, *, share: int = 1, shares: int = 0) -> _Part:
+        """A share of some rows: an even one of `ranks`, or `share` of `shares`."""
+        shares = shares or ranks
+        size = span.hi - span.lo
+        rows = -(-size * share // shares)
+        pairs = -(-self.shape.area(*span) * share // shares)
+        scored = min(self.shape.scored[span.node] * (2 if ranks > 1 else 1), rows)
+        return _Part(rows, pairs, scored, self.shape.starts[span.node] + span.lo, ranks, size, inner)
+
+    def _leaves(self) -> list[list[_Part]]:
+        """Leaves of the heaviest ranks."""
+        lay, shape, lane_degree = self.lay, self.shape, self.lay.lane_degree
+        spans = [Span(n, 0, shape.rows[n]) for n in lay.leaves]
+        if lane_degree == self.world:
+            return [[self._cut(span, self.world) for span in spans]]
+        order = sorted(spans, key=lambda s: (-s.hi, s.node))
+        spread, narrow = order[: lay.wide], order[lay.wide :]
+        costs = [row_cost(shape, *span, self.unit) for span in narrow]
+        lanes = [0] * (self.world // lane_degree)
+        where = longest_first(costs, lanes)
+        for cost, lane in zip(costs, where):
+            lanes[lane] += cost
+        wide = sum(row_cost(shape, *span, self.unit) for span in spread)
+        shares = level(lanes, wide)
+        found = []
+        for chosen in dict.fromkeys((lanes.index(max(lanes)), shares.index(max(shares)))):
+            mine = [self._cut(s, lane_degree) for s, lane in zip(narrow, where) if lane == chosen]
+            if shares[chosen]:
+                part = {"share": shares[chosen], "shares": wide * lane_degree}
+                mine = [self._cut(span, self.world, **part) for span in spread] + mine
+            found.append(mine)
+        return found
+
+    def _load(self, parts: Sequence[_Part]) -> RankLoad:
+        lay, p, d = self.lay, self.p, self.world
+        sources = {"move_kv": d - 1, "move_q": 1}.get(p.primitive, min(p.pieces, d - 1))
+        whole = len(lay.inner) * bool(lay.leaves) + lay.state_nodes
+        cut = [x for x in parts if x.ranks > 1 and (not x.inner or not lay.leaves)]
+        rows = sum(x.rows for x in parts)
+        below = sum(x.rows for x in parts if x.start)
+        early = sum(x.rows * (x.start // d) for x in parts)
+        early += sum(x.rows * (x.rows + 1) // 2 for x in parts if x.inner)
+        near, far, messages = self._traffic(parts, p.primitive == "move_q")
+        load = RankLoad(
+            rows=rows,
+            scored=sum(x.scored for x in parts),
+            pairs=sum(x.pairs for x in parts),
+            visiting=0,
+            early=early,
+            triangles=tuple(x.rows for x in parts),
+            tiles=len(parts) + min(whole, 2) * (sources + 1) + len(cut) * sources,
+            merged=rows + below * (sources + 1) + sum(x.rows for x in cut) * sources,
+            kv_in=near + far,
+            kv_out=near + far,
+            kv_far_in=far,
+            kv_far_out=far,
+            q_in=0,
+            q_out=0,
+            q_far_in=0,
+            q_far_out=0,
+            messages=messages,
+        )
+        return self._with_visits(load, parts) if p.primitive == "move_q" else load
+
+    def _traffic(self, parts: Sequence[_Part], leaves_only: bool) -> tuple[int, int, int]:
+        """(near, far) key rows that a rank receives, as many as it sends; and messages."""
+        d, m, lane = self.world, self.mates, self.lay.lane_degree
+        shared = sum(x.of for x in parts if x.ranks == d > 1)
+        shared += 0 if leaves_only or d == 1 else self.lay.state_rows
+        in_lane = sum(x.of - x.rows for x in parts if 1 < x.ranks < d)
+        far, near = shared * (d - m) // d, shared * (m - 1) // d
+        messages = d - 1 if shared else lane - 1 if in_lane else 0
+        if self._crosses and shared:
+            once = shared * (self.machine_nodes - 1) // d
+            near, far, messages = near + far - once, once, 2 * (m - 1) + self.machine_nodes - 1
+        return near + in_lane, far, messages
+
+    def _with_visits(self, load: RankLoad, parts: Sequence[_Part]) -> RankLoad:
+        """Queries go to the prompt state and partial results come back."""
+        d, m = self.world, self.mates
+        total = sum(self.shape.rows[n] for n in self.lay.leaves)
+        seen = sum(self.shape.rows[n] * self.shape.starts[n] for n in self.lay.leaves)
+        mine = sum(x.rows * x.start for x in parts)
+        come, go = max(seen - mine, 0) // d, mine * (d - 1) // d
+        away, here = load.rows * (d - 1), max(total - load.rows, 0)
+        return load._replace(
+            pairs=max(load.pairs + come - go, 0),
+            visiting=come,
+            tiles=load.tiles + 1,
+            merged=load.merged + away + here,
+            q_in=here,
+            q_out=away,
+            q_far_in=here * (d - m) // (d - 1),
+            q_far_out=load.rows * (d - m),
+            messages=2 * (d - 1),
+        )

@@ -1,0 +1,165 @@
+"""``augtree explain``: the candidates, their scores, and why the winner won."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from megatron_augtree.config import MODES
+from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.plan import Plan
+from megatron_augtree.planning.planner import Considered
+from megatron_augtree.planning.timeline import Bar, timeline
+from megatron_augtree.tools.cli import options
+from megatron_augtree.tools.cli.choose import Chosen, alternatives, choose
+from megatron_augtree.tools.cli.output import Answer, Table, gib, ratio, seconds, several
+from megatron_augtree.tools.cli.plan import summary
+
+HELP = "candidates, scores, why the winner won"
+EXAMPLES = """\
+  augtree explain --demo
+  augtree explain --prompt 8192 --responses 512x8 --ranks 8 --top 30
+  augtree explain --groups groups.jsonl.gz --memory-budget-gib 20"""
+#: Plain, one packed ring, Megatron's dynamic degrees with reuse, and balanced blocks in one pass.
+_AGAINST = "ring,ring-reuse,dynamic-reuse,dcp-fused"
+#: A link so fast that nothing is waited for, bytes a second.
+_FREE = 1 << 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    options.add_step(parser)
+    options.add_machine(parser)
+    options.add_choice(parser)
+    parser.add_argument("--top", type=options.positive, default=12, metavar="N",
+                        help="candidates shown (default 12); --json has all")
+    parser.add_argument("--against", type=_modes, default=_AGAINST, metavar="MODE,...",
+                        help=f"modes whose time is taken apart beside it, or all (default {_AGAINST})")
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> Answer:
+    """The command."""
+    chosen = choose(args)
+    best = max(1, round(chosen.plan.seconds * 1e9))
+    candidates = [
+        {"name": c.name, "seconds": c.time_ns / 1e9, "score": c.time_ns / best, "peak_bytes": c.peak_bytes,
+         "fits": c.fits}
+        for c in chosen.considered
+    ]  # fmt: skip
+    others = [mode for mode in args.against if mode != chosen.config.mode]
+    plans = {"the plan": chosen.plan, **alternatives(chosen, others)}
+    parts = {name: parts_of(plan, chosen.prices) for name, plan in plans.items() if plan.passes}
+    data = summary(chosen) | {"candidates": candidates, "seconds_by_part": parts}
+    data["why"] = why(chosen, parts)
+    return Answer(data, [data["why"], _candidates(candidates, args.top), _parts_table(parts)])
+
+
+def _modes(text: str) -> list[str]:
+    """The modes of ``--against``."""
+    found = list(MODES) if text == "all" else text.split(",")
+    unknown = [mode for mode in found if mode not in MODES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(MODES)}, all")
+    return found
+
+
+def parts_of(plan: Plan, prices: Prices) -> dict[str, float]:
+    """What a plan's predicted seconds are spent on; the parts add up to them.
+
+    Each part is what the step would save if it were free, one after the other: traffic that nothing hides,
+    launches, recompute, then waiting for ranks with more to do; computing is the rest.
+    """
+    machine, layers = prices.cluster, prices.model.layers
+    no_wires = replace(machine, link_bytes_s=_FREE, nic_bytes_s=_FREE, message_ns=0, stage_ns=0)
+    no_launches = replace(no_wires, tile_ns=0, layer_ns=0, pass_ns=0)
+    whole = replace(plan, passes=tuple(replace(p, keep_layers=layers, keep_attention=0) for p in plan.passes))
+    steps = {
+        "traffic": timeline(plan, replace(prices, cluster=no_wires)),
+        "launches": timeline(plan, replace(prices, cluster=no_launches)),
+        "recompute": timeline(whole, replace(prices, cluster=no_launches)),
+    }
+    left = _busiest(timeline(plan, prices), plan.world)
+    parts = {"total": left}
+    for name, bars in steps.items():
+        less = _busiest(bars, plan.world)
+        parts[name], left = left - less, less
+    computing = sum(bar.work for bar in steps["recompute"]) / plan.world
+    return {**parts, "waiting": left - computing, "computing": computing}
+
+
+def _busiest(bars: list[Bar], world: int) -> float:
+    """Seconds of the rank with most to do: what the planner minimises."""
+    busy = [0.0] * world
+    for bar in bars:
+        busy[bar.rank] += bar.duration
+    return max(busy)
+
+
+def why(chosen: Chosen, parts: dict[str, dict[str, float]]) -> str:
+    """The reason, in sentences."""
+    if not parts:
+        return "nothing to compute"
+    mine, alike = parts["the plan"], {}
+    for name, theirs in parts.items():
+        if name != "the plan":
+            alike.setdefault(tuple(theirs.values()), []).append(name)
+    differences = [
+        f"against {', '.join(names)}: {_difference(mine, parts[names[0]])}" for names in alike.values()
+    ]
+    return "\n".join([_against_candidates(chosen), *differences])
+
+
+def _against_candidates(chosen: Chosen) -> str:
+    fitting = [c for c in chosen.considered if c.fits]
+    faster = [c for c in chosen.considered if not c.fits and c.time_ns < chosen.plan.seconds * 1e9]
+    told = f"{several(len(chosen.considered), 'candidate')}, {len(fitting)} within the memory budget: " \
+        f"{chosen.plan.mode}: {chosen.plan.note}"
+    second = _runner_up(fitting)
+    if second is not None:
+        ahead = ratio(second.time_ns, fitting[0].time_ns) - 1
+        lead = f"{ahead:.1%} ahead of" if ahead >= 0.001 else "level with"
+        told += f" is the fastest, {lead} {second.name}"
+    if faster:
+        told += f"; {several(len(faster), 'faster one')} would need more memory, " \
+            f"the fastest {gib(min(faster, key=lambda c: c.time_ns).peak_bytes)}"
+    return told
+
+
+def _runner_up(fitting: list[Considered]) -> Considered | None:
+    """The best candidate that is not the winner under another name."""
+    return next((c for c in fitting[1:] if c.name != fitting[0].name), None)
+
+
+def _difference(mine: dict[str, float], theirs: dict[str, float]) -> str:
+    """What another plan pays more for, largest first."""
+    gap = theirs["total"] - mine["total"]
+    if abs(gap) <= 1e-9:
+        return "a tie"
+    more = {name: theirs[name] - mine[name] for name in mine if name != "total"}
+    costs = [(n, d) for n, d in sorted(more.items(), key=lambda item: -item[1]) if d > 0.01 * abs(gap)]
+    gains = [(n, -d) for n, d in sorted(more.items(), key=lambda item: item[1]) if -d > 0.01 * abs(gap)]
+    told = f"{ratio(theirs['total'], mine['total']):.2f} x the time, {seconds(abs(gap))} " \
+        f"{'more' if gap > 0 else 'less'}"
+    if costs:
+        told += ": more " + ", ".join(f"{name} {seconds(d)}" for name, d in costs)
+    if gains:
+        told += "; less " + ", ".join(f"{name} {seconds(d)}" for name, d in gains)
+    return told
+
+
+def _candidates(candidates: list[dict], top: int) -> Table:
+    # Some differ in what the name does not say, such as what is kept: the fastest stands for them.
+    named = {c["name"]: c for c in reversed(candidates)}
+    shown = [c for c in candidates if named[c["name"]] is c][:top]
+    rows = [(str(number), c["name"], seconds(c["seconds"]), f"{c['score']:.3f}", gib(c["peak_bytes"]),
+             "yes" if c["fits"] else "no") for number, c in enumerate(shown, start=1)]  # fmt: skip
+    columns = ("", "candidate", "predicted", "of the winner", "peak", "fits")
+    title = f"{len(shown)} of {several(len(candidates), 'candidate')}"
+    return Table(columns, rows, title, frozenset(("", "predicted", "of the winner", "peak")))
+
+
+def _parts_table(parts: dict[str, dict[str, float]]) -> Table:
+    names = ("total", "computing", "waiting", "traffic", "launches", "recompute")
+    rows = [(name, *(seconds(theirs[part]) for part in names)) for name, theirs in parts.items()]
+    return Table(("", *names), rows, "where a step's time goes", frozenset(names))

@@ -1,0 +1,273 @@
+"""Whether the chosen plan is ever predicted to be slower than a peer's, on seeded random batches.
+
+    python scripts/never_slower.py [--batches 10000] [--first 0] [--json never_slower.json]
+
+A batch is drawn from its seed: groups of a workload or of lengths from a few tokens to tens of thousands, a
+pool, a machine, a model, pipeline stages, and sometimes a limit of the degree; memory is ample. The plan is
+what the launchers choose (`tools/cli/choose.py`). Peers are priced by the same prices: what every mode
+chooses for itself at the largest degree and, where a tree is one job or ranks are few, all its other choices
+at every degree. The script fails where a peer is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from megatron_augtree.config import AugTreeConfig
+from megatron_augtree.data.workloads import WORKLOADS, workload
+from megatron_augtree.planning import native
+from megatron_augtree.planning.baselines import BASELINES, FREE, Costs, modes, variants
+from megatron_augtree.planning.baselines.hybrid import widths
+from megatron_augtree.planning.cluster import preset
+from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.fast import make_jobs
+from megatron_augtree.planning.jobs import Options
+from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.plan import Plan
+from megatron_augtree.planning.planner import configured, pairs_per_row, price_recipes
+from megatron_augtree.tools.cli.choose import choose_for
+from megatron_augtree.tools.lengths import Step, step_of_lengths
+from megatron_augtree.tools.measure import commit, machine, write_json
+from megatron_augtree.tools.models import model_shape
+
+CLUSTERS = ("h100", "a100", "paper", "cpu")
+MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-0.5b", "smollm2-135m")
+#: On so many ranks all choices of every mode are priced, at every degree.
+FEW_RANKS = 4
+#: Where memory is not the question, GiB.
+AMPLE = 1e6
+NS = 1e9
+
+
+class Peer(NamedTuple):
+    """A peer's plan.
+
+    Attributes:
+        mode, note: its mode, and what it is in a line.
+        time_ns: its time.
+        own: it is what the mode runs at the largest degree; otherwise another of its choices.
+    """
+
+    mode: str
+    note: str
+    time_ns: int
+    own: bool
+
+
+class Outcome(NamedTuple):
+    """The chosen plan's time in ns, and the fastest plan of every mode."""
+
+    batch: Batch
+    plan: Plan
+    time_ns: int
+    peers: dict[str, Peer]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Mode -> the chosen plan's time over that of its fastest plan: never above 1."""
+        return {mode: self.time_ns / peer.time_ns for mode, peer in self.peers.items()}
+
+    @property
+    def violations(self) -> list[Peer]:
+        """Peers that are faster."""
+        return [peer for peer in self.peers.values() if peer.time_ns < self.time_ns]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is planned.
+
+    Attributes:
+        groups: (prompt, responses) in tokens.
+        world: ranks of the pool.
+        limit: the most ranks of a block; 0 is the pool.
+        cluster, model_name, stages: machine, model and its pipeline stages.
+    """
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    world: int
+    limit: int
+    cluster: str
+    model_name: str
+    stages: int
+
+    @cached_property
+    def step(self) -> Step:
+        """Its trees."""
+        return step_of_lengths(self.groups)
+
+    @cached_property
+    def config(self) -> AugTreeConfig:
+        """The planner's settings."""
+        return AugTreeConfig(degree=self.limit, cluster=self.cluster, memory_budget_gib=AMPLE)
+
+    @cached_property
+    def model(self) -> ModelShape:
+        """Sizes of the model as the settings run it."""
+        shape = replace(model_shape(self.model_name), stages=self.stages)
+        return configured(shape, self.config)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Prices of the model on the machine."""
+        return Prices(self.model, preset(self.cluster))
+
+    def choose(self) -> Plan:
+        """What the launchers choose."""
+        return choose_for(self.step, self.model, self.world, self.config).plan
+
+
+def draw_batch(seed: int) -> Batch:
+    """The batch of a seed."""
+    draw = random.Random(seed)
+    count = draw.randint(1, 12)
+    if draw.random() < 0.3:
+        groups = workload(draw.choice(sorted(WORKLOADS)), count, seed)
+    else:
+        prompts, answers = draw.choice((3, 100, 2000, 50000)), draw.choice((3, 100, 2000, 20000))
+        groups = [_group(draw, prompts, answers) for _ in range(count)]
+    world = draw.choice((1, 2, 2, 4, 4, 8, 8, 16, 64, draw.choice((3, 6, 24))))
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return Batch(
+        groups=tuple((prompt, tuple(responses)) for prompt, responses in groups),
+        world=world,
+        limit=draw.choice(divisors) if draw.random() < 0.25 else 0,
+        cluster=draw.choice(CLUSTERS),
+        model_name=draw.choice(MODELS),
+        stages=draw.choice((1, 1, 1, 1, 2, 4)),
+    )
+
+
+def _group(draw: random.Random, prompts: int, answers: int) -> tuple[int, list[int]]:
+    """Lengths around the given ones; every third group has one response that is much longer."""
+    size = draw.choice((1, 2, 4, 8, 16))
+    responses = [max(1, round(answers * draw.lognormvariate(0, 0.7))) for _ in range(size)]
+    if draw.random() < 0.3:
+        responses[0] *= draw.choice((4, 16))
+    return max(1, round(prompts * draw.lognormvariate(0, 1))), responses
+
+
+def peers_of(batch: Batch) -> Iterator[Peer]:
+    """Every mode's plans within the limit: those of the largest degree, and all of what is cheap to list."""
+    largest = batch.limit or batch.world
+    for mode in BASELINES:
+        trees = batch.step.trees(mode)
+        if not trees.shape.rows:
+            continue
+        costs = costs_of(batch, trees.shape)
+        cheap = mode in modes.SEATED or batch.world <= FEW_RANKS
+        degrees = [d for d in range(1, largest + 1) if batch.world % d == 0] if cheap else [largest]
+        if mode in FREE:
+            degrees = [d for d in widths(batch.world) if d <= largest]
+        for degree in degrees:
+            own = mode in FREE or degree == largest
+            for made in variants(mode, trees.shape, trees.tree_groups, batch.world, costs, [degree]):
+                # Megatron's rounds may give idle ranks to a sequence, beyond the limit.
+                if max(recipe.width for recipe in made[0]) <= largest:
+                    yield Peer(mode, made[2], costs.price(trees.shape, *made[:2])[0], own)
+                own = own and mode in FREE
+
+
+def costs_of(batch: Batch, shape) -> Costs:
+    """What peers choose by: the price of their whole plan of a forest."""
+    unit = pairs_per_row(batch.model, batch.prices.cluster)
+    jobs = make_jobs(shape, batch.prices, unit, 0, Options(), world=batch.world)
+
+    def of(_, recipes, events) -> tuple[int, int]:
+        return price_recipes(jobs, recipes, events, batch.world)
+
+    return Costs(unit, of, 0, batch.model, batch.prices.cluster)
+
+
+def compare(batch: Batch) -> Outcome:
+    """The chosen plan beside every mode's fastest."""
+    fastest: dict[str, Peer] = {}
+    for peer in peers_of(batch):
+        if peer.mode not in fastest or peer.time_ns < fastest[peer.mode].time_ns:
+            fastest[peer.mode] = peer
+    plan = batch.choose()
+    return Outcome(batch, plan, round(plan.seconds * NS), fastest)
+
+
+def main() -> None:
+    """Compares, prints a line a mode, and fails where a peer is faster."""
+    args = parse()
+    began, outcomes, found = time.perf_counter(), 0, []
+    ratios: dict[str, list[float]] = {mode: [] for mode in BASELINES}
+    seeds = range(args.first, args.first + args.batches)
+    for seed in tqdm(seeds, unit="batch", disable=None, file=sys.stderr):
+        outcome = compare(draw_batch(seed))
+        outcomes += 1
+        for mode, ratio in outcome.ratios.items():
+            ratios[mode].append(ratio)
+        for peer in outcome.violations:
+            line = {"seed": seed, **peer._asdict(), "chosen_ns": outcome.time_ns, "plan": outcome.plan.note}
+            found.append(line)
+            tqdm.write(f"seed {seed}: {peer.mode} ({peer.note}) takes {peer.time_ns} ns, "
+                       f"{outcome.plan.mode} ({outcome.plan.note}) {outcome.time_ns}", file=sys.stderr)
+        if args.seconds and time.perf_counter() - began > args.seconds:
+            break
+    table = table_of(ratios)
+    print_table(table)
+    violated = len({line["seed"] for line in found})
+    worst = max((line["worst"] for line in table.values()), default=0.0)
+    print(f"{outcomes} batches, {violated} with a faster peer; worst ratio {worst:.6f}")
+    if args.json:
+        write_json(args.json, {
+            "machine": machine(), "commit": commit(), "core": native.core() is not None,
+            "calibration": {name: preset(name).digest() for name in CLUSTERS},
+            "batches": outcomes, "first": args.first, "violations": found, "worst": worst, "modes": table,
+        })
+    if found:
+        sys.exit("a peer is predicted to be faster")
+
+
+def table_of(ratios: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Mode -> how often it was priced, how often it ties or wins, mean and worst ratio."""
+    return {
+        mode: {
+            "batches": len(values),
+            "ties": sum(value == 1 for value in values),
+            "faster": sum(value > 1 for value in values),
+            "mean": sum(values) / len(values),
+            "worst": max(values),
+        }
+        for mode, values in ratios.items()
+        if values
+    }
+
+
+def print_table(table: dict[str, dict[str, float]]) -> None:
+    """A line a mode."""
+    print("chosen plan's time over that of each mode's fastest plan")
+    print(f"{'mode':<26}{'batches':>8}{'ties':>7}{'faster':>8}{'mean':>9}{'worst':>11}")
+    for mode, line in table.items():
+        print(f"{mode:<26}{line['batches']:8}{line['ties']:7}{line['faster']:8}{line['mean']:9.4f}"
+              f"{line['worst']:11.6f}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--batches", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first batch")
+    parser.add_argument("--seconds", type=float, default=0, help="stop after the batch in which they end")
+    args = parser.parse_args()
+    if args.batches < 1 or args.first < 0:
+        parser.error("--batches is at least 1, --first at least 0")
+    return args
+
+
+if __name__ == "__main__":
+    main()
