@@ -227,13 +227,16 @@ public:
     }
 
     std::vector<Choice> worth_settling() const {
-        std::vector<Offer> fitting;
-        for (const Offer& offer : offers_) {
-            if (offer.peak <= o_.room) fitting.push_back(offer);
+        std::vector<Offer> order = offers_, fitting, near;
+        std::stable_sort(order.begin(), order.end(), [](const Offer& a, const Offer& b) { return a.cost < b.cost; });
+        for (const Offer& offer : order) {
+            if (offer.peak <= o_.room) {
+                if (fitting.size() < kTries) fitting.push_back(offer);
+            } else if (offer.peak <= o_.room + o_.room / 16 && near.size() < kTries) {
+                near.push_back(offer);
+            }
         }
-        std::stable_sort(fitting.begin(), fitting.end(),
-                         [](const Offer& a, const Offer& b) { return a.cost < b.cost; });
-        if (fitting.size() > kTries) fitting.resize(kTries);
+        fitting.insert(fitting.end(), near.begin(), near.end());
         if (!offers_.empty()) fitting.push_back(leanest(offers_));
         std::vector<Choice> worth;
         for (const Offer& offer : fitting) {
@@ -358,17 +361,35 @@ private:
             for (const Choice& choice : waves(o_.chunks[i])) attempt(choice, tried);
         }
         if (tried.empty()) return;
-        std::vector<Offer> seeds{leanest(tried)};
-        const Offer* cheapest = nullptr;
-        for (const Offer& offer : tried) {
-            if (offer.peak <= o_.room && (!cheapest || offer.cost < cheapest->cost)) cheapest = &offer;
+        std::vector<Offer> seeds;
+        for (const bool queries : {false, true}) {
+            const Offer *lean = nullptr, *cheap = nullptr;
+            for (const Offer& offer : tried) {
+                if ((offer.choice.primitive == MOVE_Q) != queries) continue;
+                if (!lean || offer.peak < lean->peak) lean = &offer;
+                if (offer.peak <= o_.room && (!cheap || offer.cost < cheap->cost)) cheap = &offer;
+            }
+            if (lean) seeds.push_back(*lean);
+            if (cheap) seeds.push_back(*cheap);
         }
-        if (cheapest) seeds.push_back(*cheapest);
         for (const Offer& seed : seeds) {
             for (std::size_t i = 1; !several && i < o_.chunks.size(); ++i) {
                 Choice choice = seed.choice;
                 choice.chunks = o_.chunks[i];
                 attempt(choice, more);
+            }
+            const std::vector<Way> all = ways();
+            for (std::size_t i = 1; i < all.size(); ++i) {
+                Choice choice = seed.choice;
+                if (choice.primitive == MOVE_Q && !all[i].hop) {
+                    choice.pieces = all[i].primitive == MOVE_KV ? width_ - 1 : all[i].pieces;
+                    attempt(choice, more);
+                } else if (choice.primitive == GATHER_KV) {
+                    choice.primitive = all[i].primitive;
+                    choice.pieces = all[i].pieces;
+                    choice.node_ranks = all[i].hop;
+                    attempt(choice, more);
+                }
             }
         }
         if (o_.lean && width_ > 1 && !best) {
@@ -424,7 +445,7 @@ private:
                     gather.prefetch = o_.prefetch && jobs_.constants.overlap && width_ > 1;
                     found.push_back(gather);
                 }
-                if (o_.move_q && width_ > 1 && queries_are_few(waves)) {
+                if (o_.move_q && width_ > 1 && (!o_.gather || queries_are_few(waves))) {
                     choice.primitive = MOVE_Q;
                     found.push_back(choice);
                 }
@@ -562,16 +583,14 @@ const std::optional<std::vector<Job>>& Jobs::tree_jobs(int first, int end, i64 w
 }
 
 std::vector<std::vector<i64>> Jobs::table(
-    const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 floor) {
+    const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 enough) {
     std::vector<std::vector<i64>> rows;
     for (const auto& [first, end] : trees) {
-        Nodes nodes(end - first);
-        std::iota(nodes.begin(), nodes.end(), first);
         std::vector<i64> costs;
         for (i64 width : widths) {
             const auto& jobs = tree_jobs(first, end, width);
             costs.push_back(jobs ? cost_of(*jobs) : -1);
-            if (jobs && 8 * ideal(nodes, width) < floor) break;
+            if (jobs && costs.back() < enough) break;
         }
         rows.push_back(std::move(costs));
     }

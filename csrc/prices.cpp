@@ -141,13 +141,14 @@ bool PassPrice::hidden() const {
 }
 
 std::pair<i64, i64> PassPrice::time(Pair pair) const {
-    const i64 layers = (c_.layers + c_.stages - 1) / c_.stages;
-    const i64 whole = pair.whole / c_.stages, attention = pair.attention / c_.stages;
+    const auto share = [&](i64 n) { return (n + c_.stages - 1) / c_.stages; };
+    const i64 layers = share(c_.layers), repeated = share(c_.layers - pair.whole);
+    const i64 attention = std::min(pair.attention / c_.stages, repeated), again = repeated - attention;
     i64 forward = 0, backward = 0, rested = 0;
     for (const Line& x : lines) {
         forward = std::max(forward, layers * x.forward + x.vocabulary);
-        backward = std::max(backward, layers * x.backward + x.vocabulary_back +
-                                          (layers - whole - attention) * x.again + attention * x.again_rest);
+        backward = std::max(
+            backward, layers * x.backward + x.vocabulary_back + again * x.again + attention * x.again_rest);
         rested = std::max(rested, resting(x, pair));
     }
     if (offloads_) {

@@ -218,7 +218,7 @@ public:
     // The same for nodes first..end, remembered.
     const std::optional<std::vector<Job>>& tree_jobs(int first, int end, i64 width);
     std::vector<std::vector<i64>> table(
-        const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 floor);
+        const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 enough);
 
     void split_inner(const Nodes& nodes, Nodes& inner, Nodes& leaves);
     i64 row_cost(int node) const { return forest.area(node, 0, forest.rows[node]) + options.unit * forest.rows[node]; }

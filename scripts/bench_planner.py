@@ -115,7 +115,7 @@ def timed(case: Case, repeats: int) -> tuple[Took, Took, Plan]:
     """(decision, whole plan, the plan) of a case."""
     trees, config = case.step.merged, config_of(case.budget_gib)
     ask = {"model": MODEL, "world": case.ranks, "config": config, "tree_groups": trees.tree_groups}
-    decision = best_of(repeats, lambda: planner.explain(trees.shape, **ask))
+    decision = best_of(repeats, lambda: planner.decide(trees.shape, **ask))
     whole = best_of(repeats, lambda: planner.make_plan(trees.shape, **ask))
     return decision, whole, planner.make_plan(trees.shape, **ask)
 

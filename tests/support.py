@@ -25,7 +25,7 @@ SUPPORTED: dict[str, list[str]] = {
         PARITY, "tests/numerics/test_peers.py::test_every_choice_equals_the_unshared_run",
         "tests/mcore/test_launcher.py::test_every_mode_trains_as_stock_megatron_does"],
     "fused and phased plans, `gather_kv`, `move_kv`, `move_q`, prompt copies, whole, wide and mixed lanes": [
-        PARITY, "tests/unit/test_planner.py::test_chosen_by_price"],
+        PARITY, "tests/unit/test_by_price.py::test_chosen_by_price"],
     "trees of several levels, losses on shared turns, identical, nested and empty responses, salts": [
         PARITY, "tests/mcore/test_api.py::test_salts_keep_rows_apart"],
     "tensor parallelism (also with fewer KV groups than ranks), sequence parallelism": [

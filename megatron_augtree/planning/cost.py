@@ -293,13 +293,13 @@ class PassPrice:
     def time(self, pair: Pair) -> tuple[int, int]:
         """(forward, backward) ns of a stage's share of the layers: the slowest rank's."""
         stages = self.prices.model.stages
-        layers, whole, attention = -(-self.layers // stages), pair.whole // stages, pair.attention // stages
+        # The slowest stage counts: most layers, most that run again, fewest that keep attention.
+        layers, again = -(-self.layers // stages), -(-(self.layers - pair.whole) // stages)
+        attention = min(pair.attention // stages, again)
+        again -= attention
         forward = max(layers * x.forward + x.vocabulary for x in self.lines)
         backward = max(
-            layers * x.backward
-            + x.vocabulary_back
-            + (layers - whole - attention) * x.again
-            + attention * x.again_rest
+            layers * x.backward + x.vocabulary_back + again * x.again + attention * x.again_rest
             for x in self.lines
         )
         if self.offloads:
@@ -415,3 +415,10 @@ def _exposed(wire: int, tiles: int, first: int, stages: int) -> int:
         return 0
     piece, later = wire // stages, (tiles - first) // stages
     return max(0, piece - first) + (stages - 1) * max(0, piece - later)
+
+
+def pairs_per_row(model: ModelShape, cluster: Cluster) -> int:
+    """What a row's linear and element-wise layers cost, in attention pairs of this machine."""
+    row_ns = model.linear_flops * NS // cluster.gemm_flops + 2 * model.saved_bytes * NS // cluster.row_bytes_s
+    # One division: a pair takes an accelerator a small part of a nanosecond.
+    return max(1, row_ns * cluster.attention_flops // (model.pair_flops * NS))

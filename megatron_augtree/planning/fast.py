@@ -83,8 +83,8 @@ class FastJobs(Jobs):
             return None
         return [Job(tuple(part), offset, _offer(numbers)) for part, offset, numbers in found]
 
-    def table(self, trees: Sequence[Sequence[int]], widths: Sequence[int], floor: int) -> list[list[int]]:
-        return self._core.table([(nodes[0], nodes[-1] + 1) for nodes in trees], list(widths), floor)
+    def table(self, trees: Sequence[Sequence[int]], widths: Sequence[int], enough: int) -> list[list[int]]:
+        return self._core.table([(nodes[0], nodes[-1] + 1) for nodes in trees], list(widths), enough)
 
     def price(self, recipes: Sequence[Recipe], events: Sequence[Event], world: int) -> tuple[int, int]:
         """(ns, bytes above what a step needs whatever its rows) of some recipes: `planner.price`."""
@@ -162,15 +162,16 @@ def _largest(shape: ForestShape, prices: Prices, pairs_per_row: int, world: int)
     costs = 8 * (pairs + pairs_per_row * rows)
     padded = (pairs + rows * c.tile_rows) * (c.query_rows + 1)
     tiles = (2 * len(shape.rows) + 4) * (world + 2)
-    percent = max(c.attention_backward_pct, c.gemm_backward_pct, 100)
     compute = prices.attention.ns(padded) + prices.linear.ns(rows + c.gemm_half_rows)
-    compute = (compute + prices.beside.ns(rows) + tiles * c.tile_ns) * percent
+    compute += prices.beside.ns(rows) + tiles * c.tile_ns
+    percent = max(c.attention_backward_pct, c.gemm_backward_pct, 100)
     wire = sum(constants(prices)[8:14]) * rows * (world + 1)
     moved = prices.link.ns(wire) + prices.nic.ns(wire) + (world + 2) * 2 * (c.message_ns + c.stage_ns)
-    layer = compute + moved + prices.merging.ns(2 * rows * (world + 2)) + 4 * c.layer_ns
+    layer = compute * percent // 100 + moved + prices.merging.ns(2 * rows * (world + 2)) + 4 * c.layer_ns
     kept = (m.layers + 4) * rows * (2 * m.saved_bytes + m.attended_bytes) + m.layers * wire
     kept += 4 * (rows + m.logit_rows) * (m.vocab + m.hidden) * m.accum_bytes
     host = prices.host.ns(kept) if prices.host is not None else 0
-    step = (m.layers + 1) * 4 * layer + 4 * prices.vocabulary.ns(rows + c.gemm_half_rows) + 4 * c.pass_ns
-    step += host
-    return max(costs, padded, kept, step * (1 + 16 * (m.stages - 1)))
+    step = (-(-m.layers // m.stages) + 1) * 4 * layer + 4 * c.pass_ns + host
+    step += 4 * prices.vocabulary.ns(rows + c.gemm_half_rows)
+    slots = step * (1 + 16 * (m.stages - 1))
+    return max(costs, padded * c.query_rows, kept, compute * percent, slots)

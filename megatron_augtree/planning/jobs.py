@@ -209,16 +209,13 @@ class Jobs:
                 best = jobs
         return best
 
-    def table(self, trees: Sequence[Sequence[int]], widths: Sequence[int], floor: int) -> list[list[int]]:
+    def table(self, trees: Sequence[Sequence[int]], widths: Sequence[int], enough: int) -> list[list[int]]:
         """[tree] estimated costs on blocks of the widths in turn, -1 where nothing fits.
-
-        A row ends at the first width that fits on which the tree, spread evenly, takes less than an eighth of
-        `floor`: wider blocks only cost work.
 
         Args:
             trees: [tree] its nodes, a whole subtree.
             widths: ascending.
-            floor: ns.
+            enough: a row ends where a tree costs less than so many nanoseconds: wider blocks only cost work.
         """
         rows = []
         for nodes in trees:
@@ -226,7 +223,7 @@ class Jobs:
             for width in widths:
                 jobs = self.with_copies(nodes, width)
                 costs.append(-1 if jobs is None else cost_of(jobs))
-                if jobs is not None and 8 * self.ideal(nodes, width) < floor:
+                if 0 <= costs[-1] < enough:
                     break
             rows.append(costs)
         return rows
@@ -265,11 +262,12 @@ class _Search:
         return self
 
     def worth_settling(self) -> list[Choice]:
-        """The cheapest that are said to fit, cheapest first, then the leanest."""
-        room = self.jobs.room
-        fitting = sorted((o for o in self._offers if o.peak <= room), key=lambda o: o.cost)[:TRIES]
+        """The cheapest that are said to fit, cheapest first; those that nearly are; then the leanest."""
+        room, order = self.jobs.room, sorted(self._offers, key=lambda o: o.cost)
+        fitting = [o for o in order if o.peak <= room][:TRIES]
+        near = [o for o in order if room < o.peak <= room + room // 16][:TRIES]
         lean = [min(self._offers, key=lambda o: o.peak)] if self._offers else []
-        return list(dict.fromkeys(o.choice for o in [*fitting, *lean]))
+        return list(dict.fromkeys(o.choice for o in [*fitting, *near, *lean]))
 
     def _consider(self, offer: Offer) -> bool:
         self._offers.append(offer)
@@ -359,19 +357,31 @@ class _Search:
     # Phased.
 
     def _phased(self) -> None:
-        """Waves over one prefill; the cheapest and the leanest of them also over chunks, without keeping what
-        they receive where nothing fits, and offloaded."""
+        """Waves over one prefill; the cheapest and the leanest of either primitive also over chunks, without
+        keeping what they receive where nothing fits, and offloaded."""
         several = self.jobs.prices.model.stages > 1
         first_chunks = self.options.chunks if several else self.options.chunks[:1]
         tried = [o for chunks in first_chunks for choice in self._waves(chunks) for o in self._try(choice)]
         if not tried:
             return
-        fitting = [offer for offer in tried if offer.peak <= self.jobs.room]
-        seeds = [min(tried, key=lambda o: o.peak)] + ([min(fitting, key=lambda o: o.cost)] if fitting else [])
+        seeds = []
+        for queries in (False, True):
+            mine = [offer for offer in tried if (offer.choice.primitive == "move_q") == queries]
+            fitting = [offer for offer in mine if offer.peak <= self.jobs.room]
+            seeds += [min(mine, key=lambda o: o.peak)] if mine else []
+            seeds += [min(fitting, key=lambda o: o.cost)] if fitting else []
         more: list[Offer] = []
         for seed in seeds:
             for chunks in () if several else self.options.chunks[1:]:
                 more += self._try(replace(seed.choice, chunks=chunks))
+            for hop, primitive, pieces in self._ways()[1:]:
+                # Prefill and chunks have nothing that travels ahead: they may want pieces.
+                if seed.choice.primitive == "move_q":
+                    pieces = self.width - 1 if primitive == "move_kv" else pieces
+                    more += self._try(replace(seed.choice, pieces=pieces)) if not hop else []
+                elif seed.choice.primitive == "gather_kv":
+                    way = {"primitive": primitive, "pieces": pieces, "node_ranks": hop}
+                    more += self._try(replace(seed.choice, **way))
         if self.options.lean and self.width > 1 and self.best is None:
             for seed in [*seeds, *more]:
                 more += self._try(replace(seed.choice, keep=False))
@@ -398,7 +408,8 @@ class _Search:
                     if (primitive, pieces) == ways[0][1:]:
                         way = {"primitive": primitive, "pieces": pieces, "node_ranks": hop}
                         yield replace(choice, prefetch=early and self.width > 1, **way)
-                if options.move_q and self.width > 1 and self._queries_are_few(waves):
+                few = not options.gather or self._queries_are_few(waves)
+                if options.move_q and self.width > 1 and few:
                     yield replace(choice, primitive="move_q", pieces=1)
 
     def _queries_are_few(self, waves: int) -> bool:

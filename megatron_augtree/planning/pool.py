@@ -33,6 +33,10 @@ class Placed:
         return self.job.offer.choice.degree
 
 
+#: So few trees are worth counting several choices each.
+_FEW_TREES = 8
+_MANY_TREES = 32
+
 #: An estimate that no seating comes near to.
 _NEVER = 1 << 61
 
@@ -121,9 +125,7 @@ class Pool:
     def arrangements(self) -> Iterator[Arrangement]:
         """The joint schedule and every uniform degree that estimates do not rule out, with and without shared
         passes."""
-        joint = self._joint()
-        best = None
-        joint = self._joint()
+        best, joint = None, self._joint()
         if joint is not None:
             best = joint.time_ns
             yield joint
@@ -181,9 +183,12 @@ class Pool:
             return None
         if len(self.trees) == 1:
             return self._alone(widths)
-        table = self.jobs.table(self.trees, widths, self._floor)
+        # Where many trees share the pool, none of those that end soon needs a wide block.
+        enough = self._floor // (8 if len(self.trees) >= _MANY_TREES else 64)
+        table = self.jobs.table(self.trees, widths, enough)
         for tree, row in enumerate(table):
-            self.costs.update({(tree, width): cost for width, cost in zip(widths, row)})
+            for width, cost in zip(widths, row):
+                self.costs.setdefault((tree, width), cost)
         while True:
             times = [[self.costs[tree, w] for w in widths[: len(row)]] for tree, row in enumerate(table)]
             times = [row + [-1] * (len(widths) - len(row)) for row in times]
@@ -223,12 +228,12 @@ class Pool:
 
     def _place(self, seated: Seated) -> Arrangement | None:
         """Trees on their blocks, with jobs counted rank by rank; None where one then does not fit."""
-        placed = []
-        for tree, (width, start) in enumerate(seated.where):
-            jobs = self.settled(tree, width)
-            if jobs is None:
-                return None
-            placed += [Placed(job, start + job.offset) for job in jobs]
+        # All of them, so that all that do not fit are known at once.
+        jobs = [self.settled(tree, width) for tree, (width, _) in enumerate(seated.where)]
+        if None in jobs:
+            return None
+        starts = [start for _, start in seated.where]
+        placed = [Placed(job, start + job.offset) for mine, start in zip(jobs, starts) for job in mine]
         return arrange(seated.name, placed, self.world, self.stages)
 
     def settled(self, tree: int, width: int) -> list[Job] | None:
@@ -245,7 +250,7 @@ class Pool:
         settled = []
         for job in jobs:
             offer = self.jobs.settle(job.nodes, job.offer.choice)
-            if offer.peak > self.jobs.room:
+            if offer.peak > self.jobs.room or len(self.trees) <= _FEW_TREES:
                 offer = self.jobs.best(job.nodes, job.offer.choice.degree)
             if offer is None:
                 return None
@@ -265,7 +270,7 @@ class Pool:
                 costs = [self.cost(tree, degree) for tree in self._numbers]
                 plain = min(costs) >= 0
             if not plain:
-                costs = [self.jobs.ideal(nodes, degree) for nodes in self.trees]
+                costs = self._ideals
             full = [block[0] for block in cut_pool(self.world, degree) if len(block) == degree]
             turns = [group % len(full) for group in self.tree_groups]
             for name, where in (("", longest_first(costs, len(full))), (", groups in turn", turns)):
@@ -276,13 +281,16 @@ class Pool:
                 yield Seated(f"degree {degree}{name}", [(degree, full[b]) for b in where], finish)
 
     def _work(self, degree: int) -> int:
-        """What trees keep the pool busy for on blocks of a degree, at least: work grows with the width."""
-        known: dict[int, int] = {}
-        for (tree, width), cost in self.costs.items():
-            if width <= degree and cost >= 0:
-                known[tree] = max(known.get(tree, 0), width * cost)
-        work = sum(known.values())
-        return work // self.world
+        """How long trees keep the pool busy on blocks of a degree, at the least, ns."""
+        launch = self.jobs.floor((), 1)
+        floors = (ideal + degree * launch for ideal in self._ideals)
+        costs = (degree * self.costs.get((tree, degree), 0) for tree in self._numbers)
+        return sum(map(max, floors, costs)) // self.world
+
+    @cached_property
+    def _ideals(self) -> list[int]:
+        """[tree] what it takes on one rank without any fixed cost, ns."""
+        return [self.jobs.ideal(nodes, 1) for nodes in self.trees]
 
     def _degrees(self) -> list[int]:
         if self.degree:

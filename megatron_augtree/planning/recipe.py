@@ -52,6 +52,25 @@ class Recipe:
     offload: bool = False
 
 
+@dataclass(frozen=True)
+class Decision:
+    """A plan that is priced and whose rows are not placed yet.
+
+    Attributes:
+        mode: whose plan it is: ``augtree``, or a peer's.
+        recipes, events: passes, and what is played.
+        note: why this plan, in a line.
+        time_ns, peak_bytes: its price.
+    """
+
+    mode: str
+    recipes: Sequence[Recipe]
+    events: Sequence[Event]
+    note: str
+    time_ns: int
+    peak_bytes: int
+
+
 def placement_of(recipe: Recipe, shape: ForestShape, pairs_per_row: int) -> Placement:
     """Where a recipe's rows go.
 

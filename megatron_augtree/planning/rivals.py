@@ -8,7 +8,7 @@ by what the trees cost there before a single recipe is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_augtree.planning.baselines import (
     BASELINES,
@@ -19,35 +19,14 @@ from megatron_augtree.planning.baselines import (
     recipes_of,
     seatings,
 )
+from megatron_augtree.planning.baselines.common import longest_first
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.pool import Pool
-from megatron_augtree.planning.recipe import Recipe
-
-#: DCP may play all trees of a replica in one pass. So does the pool's own arrangement of that degree
-#: (`pool.py`, shared passes); on few ranks DCP's is priced as well.
-_FEW_RANKS = 8
+from megatron_augtree.planning.recipe import Decision, Recipe
 
 #: Modes whose forest the planner has; the others share nothing.
 RIVALS = tuple(mode for mode in BASELINES if mode not in UNSHARED)
-
-
-@dataclass(frozen=True)
-class Rival:
-    """A peer's plan and its price.
-
-    Attributes:
-        mode: of the peer.
-        recipes, events, note: see `baselines`.
-        time_ns, peak_bytes: its price.
-    """
-
-    mode: str
-    recipes: list[Recipe]
-    events: list[Event]
-    note: str
-    time_ns: int
-    peak_bytes: int
 
 
 class Rivals:
@@ -62,9 +41,16 @@ class Rivals:
 
     def __init__(self, pool: Pool, limit: int, limited: bool, costs: Costs) -> None:
         self.pool, self.limit, self.limited, self.costs = pool, limit, limited, costs
-        self.rows = [sum(pool.shape.rows[n] for n in nodes) for nodes in pool.trees]
+        shape, jobs = pool.shape, pool.jobs
+        self.rows = [sum(shape.rows[n] for n in nodes) for nodes in pool.trees]
+        self._ideal = [jobs.ideal(nodes, 1) for nodes in pool.trees]
+        self._launch = jobs.floor((), 1)
+        # Estimates may be a few per cent off, and waves may project their rows on the vocabulary once where a
+        # fused pass does so twice.
+        vocabulary = jobs.prices.vocabulary
+        self._twice = [vocabulary.ns(sum(shape.scored[n] for n in nodes)) for nodes in pool.trees]
 
-    def faster_than(self, time_ns: int | None) -> Iterator[Rival]:
+    def faster_than(self, time_ns: int | None) -> Iterator[Decision]:
         """Peers' plans but those that cannot be faster than `time_ns`; None prices all."""
         pool = self.pool
         for mode in RIVALS:
@@ -79,13 +65,13 @@ class Rivals:
     def _rules_out(self, time_ns: int | None, least: int) -> bool:
         return time_ns is not None and least >= time_ns
 
-    def _priced(self, mode: str, recipes: list[Recipe], events: list[Event], note: str) -> Rival:
-        return Rival(mode, recipes, events, note, *self.costs.price(self.pool.shape, recipes, events))
+    def _priced(self, mode: str, recipes: list[Recipe], events: list[Event], note: str) -> Decision:
+        return Decision(mode, recipes, events, note, *self.costs.price(self.pool.shape, recipes, events))
 
     def _all_too_slow(self, mode: str, time_ns: int | None) -> bool:
         """Whether a peer with one degree is too slow even if it balanced perfectly: by what its jobs take at
         the least, or else by what ours are estimated to take."""
-        if mode.startswith("dcp") and self.pool.world <= _FEW_RANKS:
+        if mode.startswith("dcp") and not self._rules_out(time_ns, self._in_batches):
             return False
         trees = range(len(self.rows))
         for cost in (self._floor, self._job):
@@ -94,24 +80,37 @@ class Rivals:
                 return True
         return False
 
+    @cached_property
+    def _in_batches(self) -> int:
+        """What DCP takes about at the least, ns: it may play all trees of a replica in one pass. On few ranks
+        it is 0: pricing the plan costs no more."""
+        pool = self.pool
+        if pool.world <= 8 or pool.stages > 1:
+            return 0
+        latest, replicas = 0, pool.world // self.limit
+        for replica in range(replicas):
+            mine = [t for t, r in enumerate(longest_first(self._ideal, replicas)) if r == replica]
+            took = sum(self._floor(tree, self.limit) for tree in mine)
+            if len(mine) > 1:
+                nodes = tuple(sorted(n for tree in mine for n in pool.trees[tree]))
+                offer = pool.jobs.estimate(nodes, self.limit)
+                took = took if offer is None else min(took, offer.cost)
+            latest = max(latest, took)
+        return latest * 48 // 50
+
     def _floor(self, tree: int, width: int) -> int:
-        return self.pool.jobs.floor(self.pool.trees[tree], width)
+        """What a tree takes on a block at the least, ns; more where its jobs there are estimated already."""
+        pool = self.pool
+        floor = self._ideal[tree] // width + self._launch
+        known = pool.costs.get((tree, width), 0)
+        return max(floor, known * 49 // 50 - self._twice[tree] // width) if pool.stages == 1 else floor
 
     def _job(self, tree: int, width: int) -> int:
-        """A tree's cheapest job on a block, or no more than that, ns.
+        """The same, with jobs estimated now."""
+        self.pool.cost(tree, width)
+        return self._floor(tree, width)
 
-        Estimates may be a few per cent off, waves may project their rows on the vocabulary once where a fused
-        pass does so twice, and under a pipeline short passes may be worth more than short jobs.
-        """
-        pool = self.pool
-        prices, nodes = pool.jobs.prices, pool.trees[tree]
-        floor = pool.jobs.floor(nodes, width)
-        if prices.model.stages > 1 or pool.cost(tree, width) < 0:
-            return floor
-        scored = sum(pool.shape.scored[n] for n in nodes) // width
-        return max(floor, pool.cost(tree, width) * 49 // 50 - prices.vocabulary.ns(scored))
-
-    def _free(self, mode: str, time_ns: int | None) -> Iterator[Rival]:
+    def _free(self, mode: str, time_ns: int | None) -> Iterator[Decision]:
         """A peer that gives every tree ranks of its own choice: its cheapest seating that may be faster."""
         pool, best = self.pool, None
         for degree in widths(pool.world):

@@ -1,11 +1,11 @@
-"""The planner: the same plan everywhere, within the budget, obeying what is forced, each kind by price."""
+"""The planner: the same plan everywhere, within the budget, obeying what is forced."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,6 @@ from megatron_augtree.planning.tree import ForestShape, from_lengths
 from tests.unit.forests import forest, shapes
 
 SMALL = ModelShape(4, 256, 1024, 4096, 4, 4, 64, 64)
-WIDE = ModelShape(4, 512, 2048, 4096, 8, 8, 64, 64, item_bytes=2)
-MHA = ModelShape(32, 4096, 11008, 32000, 32, 32, 128, 128, gated=True, item_bytes=2)
-GQA = ModelShape(28, 3584, 18944, 152064, 28, 4, 128, 128, gated=True, item_bytes=2)
 ONE = from_lengths(64, [16, 9, 30, 8, 24])
 TWO = forest(from_lengths(24, [8, 8, 20]), from_lengths(16, [40, 8, 9, 4]))
 DEEP = ForestShape((-1, 0, 1, 1, 0), (40, 30, 14, 22, 65), (0, 12, 14, 22, 65), (0, 0, 1, 1, 1))
@@ -295,7 +292,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(force):
     with pytest.raises(InfeasiblePlanError) as caught:
         plan_of(ONE, world, force=force)
     assert REFUSED[force] in caught.value.rule
-    assert f"--augtree-force {force!r}, {world} ranks, 1 trees, 5 leaves" in caught.value.values
+    assert f"--augtree-force {force!r}, {world} ranks, 1 tree, 5 leaves" in caught.value.values
 
 
 @pytest.mark.parametrize("force", ("phase=phased", "waves=1", "chunks=1", "primitive=move_q"))
@@ -309,106 +306,7 @@ def test_force_and_budget_together():
         plan_of(ONE, 2, force="degree=2,phase=fused", budget=1e-4)
 
 
-# Each kind by price.
-
-
-@dataclass(frozen=True)
-class Input:
-    """Something to plan, and what the cheapest plan is known to show.
-
-    Attributes:
-        budget: a choice that just fits into the memory; None: memory is no question.
-    """
-
-    shape: ForestShape
-    world: int
-    shows: object
-    cluster: str = "h100"
-    model: ModelShape = SMALL
-    budget: Choice | None = None
-
-
-def split(plan: Plan) -> set[int]:
-    """How many ranks hold rows of a leaf."""
-    leaves = [n for n in range(len(plan.shape.rows)) if not plan.shape.children[n]]
-    return {
-        sum(any(s.node == leaf for s in spans) for p in plan.passes for spans in p.placement)
-        for leaf in leaves
-    }
-
-
-BY_PRICE = {
-    "a tiny group moves nothing": Input(
-        from_lengths(4, [2, 2]), 4, lambda plan: primitives(plan) == {"local"}
-    ),
-    "a long prompt is one fused pass, gathered in one piece": Input(
-        from_lengths(8192, [64] * 4),
-        2,
-        lambda plan: (
-            [(p.kind, p.primitive, p.pieces) for p in plan.passes] == [("fused", "gather_kv", 1)]
-            and split(plan) == {1}
-        ),
-    ),
-    "short prompts are copied rather than moved": Input(
-        from_lengths(15, [30, 44]), 4, lambda plan: copies(plan) == {2}, cluster="a100"
-    ),
-    "one long response is split, short ones are whole": Input(
-        from_lengths(2048, [4096, 512, 200, 100]), 4, lambda plan: split(plan) == {1, 4}
-    ),
-    "one response alone is split over all": Input(
-        from_lengths(0, [8192]), 4, lambda plan: split(plan) == {4}
-    ),
-    "long responses in lanes that cut all of them": Input(
-        from_lengths(8192, [8192]), 4, lambda plan: split(plan) == {4}
-    ),
-    "leaves come in waves where memory is short": Input(
-        from_lengths(4096, [256] * 8),
-        2,
-        lambda plan: min(jobs(plan, "prefill", "chunk")) >= 1 and min(jobs(plan, "replay")) > 1,
-        model=WIDE,
-        budget=Choice(degree=2, phase="phased", waves=4),
-    ),
-    "queries move where a wave has few": Input(
-        from_lengths(8192, [512] * 16),
-        4,
-        lambda plan: "move_q" in primitives(plan),
-        model=WIDE,
-        budget=Choice(degree=4, phase="phased", waves=4, primitive="move_q"),
-    ),
-    "the spine comes in chunks where only they fit": Input(
-        from_lengths(8192, [64] * 4),
-        2,
-        lambda plan: min(jobs(plan, "chunk")) >= 2,
-        cluster="cpu",
-        budget=Choice(degree=2, phase="phased", chunks=2, keep=False),
-    ),
-    "a gather in pieces hides more of itself": Input(
-        from_lengths(8192, [512] * 8), 4, lambda plan: {p.pieces for p in plan.passes} == {2}, model=MHA
-    ),
-    "a gather over two nodes crosses once": Input(
-        from_lengths(65536, [512] * 16), 16, lambda plan: {p.node_ranks for p in plan.passes} == {8}, model=GQA
-    ),
-    "received keys are dropped where memory is short": Input(
-        from_lengths(8192, [64] * 4),
-        2,
-        lambda plan: not any(p.keep for p in plan.passes) and jobs(plan, "fused") == {1},
-        budget=Choice(degree=2, keep=False),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BY_PRICE)
-def test_chosen_by_price(name):
-    x = BY_PRICE[name]
-    prices, budget = Prices(x.model, preset(x.cluster)), AMPLE
-    if x.budget is not None:
-        unit = pairs_per_row(x.model, preset(x.cluster))
-        budget = price(build(x.budget, x.shape, x.world, unit), prices).peak_bytes / GIB
-    recompute = "flags" if x.budget is not None else "auto"
-    plan = plan_of(
-        x.shape, x.world, model=x.model, cluster=x.cluster, budget=budget, recompute=recompute
-    )
-    assert plan.mode == "augtree" and x.shows(plan), str(plan)
+# Prices.
 
 
 def test_trees_of_different_size_get_blocks_of_their_own():

@@ -1,0 +1,335 @@
+"""The search for a plan: candidates, feasible ones, the cheapest; what is forced; and why nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError
+from megatron_augtree.planning.baselines import FREE, Costs, baseline_recipes, variants
+from megatron_augtree.planning.baselines.hybrid import widths
+from megatron_augtree.planning.candidates import copies_of
+from megatron_augtree.planning.cluster import GIB, Cluster
+from megatron_augtree.planning.cost import Prices, pairs_per_row
+from megatron_augtree.planning.fast import make_jobs
+from megatron_augtree.planning.jobs import EVERY_RANK, Jobs, Options
+from megatron_augtree.planning.plan import Event, counted
+from megatron_augtree.planning.pool import Arrangement, Pool
+from megatron_augtree.planning.price import price_recipes
+from megatron_augtree.planning.recipe import Decision, Recipe
+from megatron_augtree.planning.rivals import Rivals
+from megatron_augtree.planning.tree import ForestShape
+
+_ROOM_FOR_KEYS = "a block has ranks for the primitive, leaves for copies and waves, spine rows for chunks"
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A candidate that the planner looked at.
+
+    Attributes:
+        name: what it is, in a line.
+        time_ns, peak_bytes: its price.
+        fits: whether its memory is within the budget.
+    """
+
+    name: str
+    time_ns: int
+    peak_bytes: int
+    fits: bool
+
+
+def budget_of(config: AugTreeConfig, cluster: Cluster) -> int:
+    """Bytes that a rank's predicted peak may have."""
+    if not config.memory_budget_gib:
+        return cluster.memory_bytes
+    # No budget of a fraction of a byte is "no limit", and none of a float's size overflows.
+    return max(1, int(min(config.memory_budget_gib, float(GIB)) * GIB))
+
+
+class Search:
+    """The search for the plan of one step under some settings; arguments as for `planner.make_plan`.
+
+    Attributes:
+        budget: bytes that a rank's predicted peak may have.
+        considered: candidates so far.
+    """
+
+    def __init__(
+        self,
+        shape: ForestShape,
+        prices: Prices,
+        world: int,
+        config: AugTreeConfig,
+        tree_groups: Sequence[int],
+    ) -> None:
+        self.shape, self.prices, self.world, self.config = shape, prices, world, config
+        self.tree_groups = tree_groups
+        self.forced = config.forced()
+        self.budget = budget_of(config, prices.cluster)
+        self.unit = pairs_per_row(prices.model, prices.cluster)
+        self.considered: list[Considered] = []
+        self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
+
+    # The search.
+
+    def run(self) -> Decision:
+        """The cheapest plan that fits; errors as for `planner.make_plan`."""
+        if not self.shape.rows:
+            return Decision("augtree", [], [], "nothing to compute", 0, 0)
+        self._check_forced()
+        best = self._best_arrangement()
+        found = None if best is None else self._decision(best)
+        if self.forced and found is not None and not self._obeys(found):
+            raise self._refusal(_ROOM_FOR_KEYS)
+        if not self.forced:
+            found = self._with_rivals(found)
+        if found is None:
+            raise self._nothing_fits()
+        return found
+
+    def baseline(self, mode: str) -> Decision:
+        """A baseline's plan; as a candidate of ``augtree`` its cheapest on blocks within the limit."""
+        costs, limit = self.costs(), self._limit()
+        if self.config.mode != "augtree":
+            made = baseline_recipes(
+                mode, self.shape, self.tree_groups, self.world, self.config.degree, costs
+            )
+            return Decision(mode, *made, *costs.price(self.shape, made[0], made[1]))
+        degrees = [d for d in range(1, limit + 1) if self.world % d == 0]
+        if mode in FREE:
+            degrees = [d for d in widths(self.world) if d <= limit]
+        found = []
+        for made in variants(mode, self.shape, self.tree_groups, self.world, costs, degrees):
+            if max((r.width for r in made[0]), default=0) <= limit:
+                found.append(Decision(mode, *made, *costs.price(self.shape, made[0], made[1])))
+                self._consider(found[-1])
+        return min(found, key=lambda x: (x.peak_bytes > self.budget, x.time_ns))
+
+    def _with_rivals(self, found: Decision | None) -> Decision | None:
+        """The plan, or that of a peer which is cheaper."""
+        rivals = Rivals(self._pool, self._limit(), self.config.degree > 0, self.costs())
+        for rival in rivals.faster_than(None if found is None else found.time_ns):
+            self._consider(rival)
+            better = found is None or rival.time_ns < found.time_ns
+            if rival.peak_bytes <= self.budget and better:
+                found = rival
+        return found
+
+    def _best_arrangement(self) -> Arrangement | None:
+        best = None
+        for pool in self._pools():
+            self._pool = pool
+            for arrangement in pool.arrangements():
+                arrangement = self._where_it_lies(arrangement)
+                peak = arrangement.peak_bytes + self.prices.cluster.base_bytes
+                self._consider(Decision("augtree", [], [], arrangement.name, arrangement.time_ns, peak))
+                if best is None or arrangement.time_ns < best.time_ns:
+                    best = arrangement
+        return best
+
+    def _where_it_lies(self, x: Arrangement) -> Arrangement:
+        """The arrangement priced on its own ranks: jobs are counted as if blocks began with a node, which
+        aligned blocks of powers of two do, or lie in one."""
+        nodes = self.prices.cluster.node_ranks
+        blocks = [(p.start, p.width) for p in x.placed]
+        if all(w & (w - 1) == 0 and start % w == 0 for start, w in [*blocks, (0, nodes)]):
+            return x
+        recipes, events = x.recipes(self.shape, self.unit)
+        time_ns, peak_bytes = price_recipes(self._pool.jobs, recipes, events, self.world)
+        return replace(x, time_ns=time_ns, peak_bytes=peak_bytes - self.prices.cluster.base_bytes)
+
+    def _pools(self) -> Iterator[Pool]:
+        """Under a pipeline the longest pass counts too: not at all, fully, or shared by a block's trees."""
+        trees_a_rank = max(1, len(self.shape.roots) // self.world)
+        weights = sorted({0, 16, max(1, 16 // trees_a_rank)}) if self.prices.model.stages > 1 else [0]
+        for weight in weights:
+            yield Pool(
+                self._jobs(weight), self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups
+            )
+
+    def _jobs(self, slot_weight: int = 0) -> Jobs:
+        room, options = self.budget - self.prices.cluster.base_bytes, self.options()
+        return make_jobs(self.shape, self.prices, self.unit, room, options, slot_weight, world=self.world)
+
+    def _decision(self, arrangement: Arrangement) -> Decision:
+        recipes, events = arrangement.recipes(self.shape, self.unit)
+        choices = list(dict.fromkeys(str(x.job.offer.choice) for x in arrangement.placed))
+        note = f"{choices[0]}" + (f" and {len(choices) - 1} more kinds of block" if len(choices) > 1 else "")
+        price = price_recipes(self._pool.jobs, recipes, events, self.world)
+        return Decision("augtree", recipes, events, note, *price)
+
+    def _consider(self, x: Decision) -> None:
+        fits = x.peak_bytes <= self.budget
+        self.considered.append(Considered(f"{x.mode}: {x.note}", x.time_ns, x.peak_bytes, fits))
+
+    def costs(self) -> Costs:
+        """What baselines choose by: the price of their plans."""
+
+        known: dict[ForestShape, Jobs] = {}
+
+        def of(shape: ForestShape, recipes: Sequence[Recipe], events: Sequence[Event]) -> tuple[int, int]:
+            if shape not in known:
+                known[shape] = make_jobs(shape, self.prices, self.unit, 0, Options(), world=self.world)
+            return price_recipes(known[shape], recipes, events, self.world)
+
+        return Costs(self.unit, of, self.budget, self.prices.model, self.prices.cluster)
+
+    # What is forced.
+
+    def options(self) -> Options:
+        """What is tried: everything, or what is forced."""
+        forced, free = self.forced, Options()
+        waits = self._forces_waves()
+        primitive, pieces = forced.get("primitive"), free.pieces
+        if primitive == "move_kv":
+            pieces = (EVERY_RANK,)
+        elif primitive in ("gather_kv", "local"):
+            pieces = tuple(k for k in pieces if k != EVERY_RANK)
+        pieces = (forced["pieces"],) if "pieces" in forced else pieces
+        phased = {"fused": 0, "phased": 2}.get(forced.get("phase"), 2 if waits else 1)
+        pipelined = self.prices.model.stages > 1
+        whole = -2
+        if self._recompute_is_free():
+            whole = forced.get("keep_layers", 0 if "keep_attention" in forced else -1)
+        copies = forced.get("copies", 1 if {"degree", "waves", "chunks"} & forced.keys() else 0)
+        return Options(
+            least=max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1),
+            lane_degree=forced.get("lane_degree", 0),
+            pieces=pieces,
+            fused=phased != 2,
+            phased=phased,
+            chunks=(forced["chunks"],) if "chunks" in forced else free.chunks,
+            # A pipeline wants slots; memory is content with fewer.
+            waves=(forced["waves"],) if "waves" in forced else free.waves + (16, 32, 64) * pipelined,
+            gather=primitive != "move_q",
+            move_q=primitive in (None, "move_q"),
+            offload=self.prices.model.can_offload,
+            copies=copies,
+            whole=whole,
+            attention=forced.get("keep_attention", 0),
+        )
+
+    def _recompute_is_free(self) -> bool:
+        """Whether the planner chooses recompute: it has a budget, and is not told to follow the flags."""
+        forced = {"keep_layers", "keep_attention"} & self.forced.keys()
+        told = self.config.recompute == "auto" and self.config.memory_budget_gib > 0
+        return bool(forced) or (told and self.prices.model.can_recompute)
+
+    def _check_forced(self) -> None:
+        forced, limit = self.forced, self._limit()
+        degree, copies = forced.get("degree", limit), forced.get("copies", 1)
+        lane = forced.get("lane_degree", 1)
+        phase, ranks = forced.get("phase"), degree // copies
+        waiting = self._forces_waves()
+        rules = (
+            (degree > limit, "degree is at most --context-parallel-size (the pool if not given)"),
+            (degree % copies, "copies divides degree: each copy gets degree / copies ranks"),
+            (lane > ranks or ranks % lane, "lane_degree divides degree / copies"),
+            (
+                "pieces" in forced and forced.get("primitive", "gather_kv") != "gather_kv",
+                "pieces belong to primitive=gather_kv",
+            ),
+            (waiting and phase == "fused", "waves, chunks and move_q belong to phase=phased"),
+            (
+                (waiting or phase == "phased") and not any(self.shape.children),
+                "a phased plan needs a shared prompt: a node with leaves below it",
+            ),
+            (
+                forced.get("primitive") == "local" and ranks > 1,
+                "primitive=local needs blocks of one rank (degree = copies)",
+            ),
+            (
+                forced.get("keep_layers", 0) + forced.get("keep_attention", 0) > self.prices.model.layers,
+                "keep_layers + keep_attention is at most the number of layers",
+            ),
+        )
+        for broken, rule in rules:
+            if broken:
+                raise self._refusal(rule)
+
+    def _forces_waves(self) -> bool:
+        """Whether something is forced that only a phased plan has."""
+        return bool({"waves", "chunks"} & self.forced.keys()) or self.forced.get("primitive") == "move_q"
+
+    def _obeys(self, found: Decision) -> bool:
+        """Whether some job shows every forced key; one rank moves nothing, few leaves fill no waves."""
+        jobs: dict[int, list[Recipe]] = {}
+        for recipe in found.recipes:
+            jobs.setdefault(recipe.job, []).append(recipe)
+        replays = {sum(r.kind == "replay" for r in job) for job in jobs.values()}
+        holders = {
+            root: sum(any(root in (*r.inner, *r.leaves) for r in job) for job in jobs.values())
+            for root in self.shape.roots
+        }
+        shown = {
+            "degree": {r.width * self.forced.get("copies", 1) for r in found.recipes},
+            "copies": set(holders.values()),
+            "primitive": {r.primitive if r.width > 1 else "local" for r in found.recipes},
+            "phase": {"phased" if waves else "fused" for waves in replays},
+            "waves": replays,
+            "chunks": {sum(r.kind in ("prefill", "chunk") for r in job) for job in jobs.values()},
+        }
+        return all(value in shown.get(key, (value,)) for key, value in self.forced.items())
+
+    def _limit(self) -> int:
+        return min(self.config.degree or self.world, self.world)
+
+    # Refusals.
+
+    def _refusal(self, rule: str) -> InfeasiblePlanError:
+        return InfeasiblePlanError(
+            "a forced plan cannot be made",
+            values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
+            f"{counted(len(self.shape.roots), 'tree')}, {counted(len(self.leaves), 'leaf', 'leaves')}, "
+            f"{counted(self.shape.total_rows, 'row')}",
+            rule=rule,
+            remedy="change or drop a key",
+        )
+
+    def _nothing_fits(self) -> AugTreeError:
+        """The error of the tree that fits nowhere: what it needs here, and how many ranks would do."""
+        jobs, copies = self._jobs(), self.forced.get("copies", 1)
+        pool = Pool(jobs, self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups)
+        for tree, root in enumerate(self.shape.roots):
+            widths = {*pool.widths(), self.forced.get("degree", self._limit())}
+            if any(pool.settled(tree, width) for width in widths):
+                continue
+            for width in sorted(w for w in widths if w % copies == 0):
+                for part in copies_of(self.shape, pool.trees[tree], copies, self.unit):
+                    jobs.best(part, width // copies)
+            if jobs.leanest is not None:
+                base = self.prices.cluster.base_bytes
+                return self.over_budget(str(jobs.leanest.choice), jobs.leanest.peak + base, root, jobs)
+        return self._refusal(_ROOM_FOR_KEYS)
+
+    def over_budget(
+        self, lean: str, needs: int, root: int | None = None, jobs: Jobs | None = None
+    ) -> InfeasiblePlanError:
+        """The error where even the plan that needs least memory needs too much."""
+        rows = self.shape.rows
+        nodes = range(len(rows)) if root is None else self.shape.subtree(root)
+        node = max(nodes, key=lambda n: self.shape.starts[n] + rows[n])
+        longest = self.shape.starts[node] + rows[node]
+        tree = "" if root is None else f"tree {self.shape.roots.index(root)} of {len(self.shape.roots)} "
+        tree += "" if root is None else f"({sum(rows[n] for n in nodes)} rows); "
+        ranks = self._ranks_that_fit(jobs, nodes) if jobs is not None and not self.forced else 0
+        return InfeasiblePlanError(
+            "no plan fits the memory budget",
+            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3g}; {tree}the leanest plan "
+            f"({lean}) needs {needs / GIB:.3f} GiB; "
+            f"the longest sequence has {longest} rows (ends in node {node})",
+            rule="every rank's predicted peak above the model stays within the budget",
+            remedy=f"raise the budget to {needs / GIB:.3f} GiB, "
+            + (f"use blocks of {ranks} ranks, " if ranks else "add ranks, ")
+            + "or shorten the longest sequence",
+        )
+
+    def _ranks_that_fit(self, jobs: Jobs, nodes: Sequence[int]) -> int:
+        """The narrowest wider block on which a tree fits, up to eight times the limit; 0 is none."""
+        width = 1 << self._limit().bit_length()
+        while width <= 8 * self._limit():
+            if jobs.with_copies(nodes, width) is not None:
+                return width
+            width *= 2
+        return 0

@@ -1,0 +1,139 @@
+"""The price of a pass for every recompute pair, and the pair that a budget gives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_augtree.planning.candidates import Choice, build
+from megatron_augtree.planning.cluster import preset
+from megatron_augtree.planning.cost import Demand, Pair, PassPrice, Prices
+from megatron_augtree.planning.loads import PassLoads
+from megatron_augtree.planning.recipe import Recipe, plan_of
+from megatron_augtree.planning.tree import from_lengths
+from tests.unit.job_cases import SMALL, Case, cases
+
+
+class TestFit:
+    """Recompute pairs by the closed form, against all pairs."""
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        st.builds(
+            Demand,
+            layers=st.integers(1, 9),
+            fixed=st.integers(0, 50),
+            whole=st.integers(0, 20),
+            attention=st.integers(0, 9),
+            work=st.integers(0, 20),
+            work_again=st.integers(0, 40),
+            saved=st.integers(0, 9),
+            saved_attention=st.integers(0, 9),
+        ),
+        st.integers(0, 200),
+    )
+    def test_no_pair_that_fits_saves_more(self, demand, room):
+        layers = range(demand.layers + 1)
+        fitting = [
+            pair
+            for pair in (Pair(x, y) for x in layers for y in layers if x + y <= demand.layers)
+            if demand.peak(pair) <= room
+        ]
+        saved = lambda pair: pair.whole * demand.saved + pair.attention * demand.saved_attention
+        found = demand.fit(room)
+        if not fitting:
+            assert found is None
+        else:
+            assert found in fitting and saved(found) == max(map(saved, fitting))
+            assert found.whole == max(pair.whole for pair in fitting if saved(pair) == saved(found))
+
+    @settings(max_examples=60, deadline=None)
+    @given(cases(), st.data())
+    def test_memory_buys_time(self, case, data):
+        """Of one pass: a pair that keeps more is never slower and never smaller; what fits stays in the room,
+        and the more room, the faster."""
+        price_ = a_pass(case, data.draw(st.booleans()))
+        layers, demand = case.prices.model.layers, price_.demand()
+        whole = data.draw(st.integers(0, layers - 1))
+        attention = data.draw(st.integers(0, layers - whole - 1))
+        pair, more = Pair(whole, attention), Pair(whole, attention + 1)
+        assert sum(price_.time(more)) <= sum(price_.time(pair))
+        assert demand.kept(pair) <= demand.kept(more) and price_.time(pair)[0] == price_.time(more)[0]
+        assert price_.peak(pair) <= demand.peak(pair)
+        least, most = demand.peak(Pair(0, 0)), demand.peak(Pair(layers, 0))
+        assert demand.fit(least - 1) is None or most < least
+        rooms = sorted((least, least + (most - least) // 3, max(least, most), 2 * max(least, most)))
+        fits = [demand.fit(room) for room in rooms]
+        assert all(price_.peak(fit) <= room for fit, room in zip(fits, rooms))
+        # `saved` is that of the rank that saves most: one rank's share of a layer is what a pair may err by.
+        gains = [fit.whole * demand.saved + fit.attention * demand.saved_attention for fit in fits]
+        assert gains == sorted(gains) and fits[-1] == Pair(layers, 0)
+
+
+# A pass.
+
+
+def a_pass(case: Case, spine: bool) -> PassPrice:
+    """All of a forest in one fused pass; or its spine alone, which waves will read."""
+    nodes = range(len(case.shape.rows))
+    inner = tuple(n for n in nodes if case.shape.children[n])
+    spine = spine and bool(inner)
+    leaves = () if spine else tuple(n for n in nodes if n not in inner)
+    recipe = Recipe(0, "fused", 0, case.width, inner, leaves, case.width, pieces=2)
+    (p,) = plan_of(
+        [recipe], [], mode="augtree", shape=case.shape, world=case.width, pairs_per_row=case.unit
+    ).passes
+    loads = PassLoads(case.shape, p, [], case.prices.cluster.node_ranks)
+    return PassPrice(case.prices, loads, provides=spine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_hidden_traffic_costs_nothing(case):
+    """`hidden` says whether wires without end would be any faster."""
+    free = replace(case.prices.cluster, link_bytes_s=1 << 60, nic_bytes_s=1 << 60, message_ns=0)
+    slow = a_pass(case, False)
+    fast_ = a_pass(replace(case, prices=replace(case.prices, cluster=free)), False)
+    layers = lambda made: [(x.forward, x.backward) for x in made.lines]
+    assert slow.hidden == (layers(slow) == layers(fast_)) and fast_.hidden
+    if case.width == 1:
+        assert slow.hidden
+
+
+def test_a_stage_has_its_share_of_the_layers():
+    """Six layers on two stages: three each; bytes are those of all layers under way."""
+    model = replace(SMALL, layers=6, vocab=0)
+    loads = one_pass_loads()
+    one, two = (
+        PassPrice(Prices(replace(model, stages=n), preset("h100")), loads, provides=False) for n in (1, 2)
+    )
+    fixed = preset("h100").pass_ns
+    for pair in (Pair(6, 0), Pair(2, 4), Pair(0, 0)):
+        for a, b in zip(one.time(pair), two.time(pair)):
+            assert a - fixed == 2 * (b - fixed) > 0
+        assert one.kept(pair) == two.kept(pair)
+
+
+def test_what_rests_in_host_memory_takes_time_and_no_room():
+    """At a byte a microsecond the copy decides; keys that waves read stay, with their gradients."""
+    loads, layers = one_pass_loads(), SMALL.layers
+    slow = Prices(SMALL, replace(preset("h100"), host_bytes_s=10**6))
+    here = PassPrice(slow, loads, provides=True)
+    away = PassPrice(slow, loads.as_pass(replace(loads.p, offload=True)), provides=True)
+    assert here.offloads is False and away.offloads is True
+    pair = Pair(layers, 0)
+    state = layers * (loads.ranks[0].rows * SMALL.kv_bytes * 2)  # keys and values, and their gradients
+    assert away.kept(pair)[0] == state and away.work(pair) == here.work(pair)
+    resting = here.kept(pair)[0] - layers * loads.ranks[0].rows * SMALL.kv_bytes
+    moved = slow.host.ns(resting) + slow.cluster.pass_ns
+    assert away.time(pair) == (moved, moved) and sum(away.time(pair)) > sum(here.time(pair))
+    shared = Prices(SMALL, preset("cpu"))  # host memory is the device's own: nothing is gained
+    stays = PassPrice(shared, loads.as_pass(replace(loads.p, offload=True)), provides=True)
+    assert stays.offloads is False
+
+
+def one_pass_loads() -> PassLoads:
+    (p,) = build(Choice(degree=1), from_lengths(400, [30, 70]), 1, 100).passes
+    return PassLoads(from_lengths(400, [30, 70]), p, [], 8)
