@@ -26,18 +26,6 @@ QUICK = joint.Effort(limits=5, resettled=1, descent=60, resettling=60, branches=
 FIRST = joint.Effort(descent=0, resettling=0)
 
 
-@pytest.fixture(params=["python", "core"])
-def engine(request):
-    """Both twins. The core is absent only where it cannot be built, see `test_the_core_is_built`."""
-    if request.param == "core":
-        if native.core() is None:
-            pytest.skip("no C++ core")
-        yield request.param
-    else:
-        with native.without_core():
-            yield request.param
-
-
 @pytest.fixture(scope="module")
 def quality():
     """The script that measures quality, as a module: its instances are the tests' too."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_augtree.planning import native
@@ -15,33 +15,16 @@ from megatron_augtree.planning.cluster import GIB, preset
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.fast import make_jobs
 from megatron_augtree.planning.jobs import Jobs, Offer, Options
-from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import pairs_per_row, price
 from megatron_augtree.planning.pool import Arrangement, Pool
 from megatron_augtree.planning.recipe import plan_of
 from megatron_augtree.planning.tree import ForestShape, from_lengths
 from tests.unit.forests import forest
+from tests.unit.job_cases import DRAWN, GQA, HUGE, SMALL
 
-GQA = ModelShape(28, 3584, 18944, 152064, 28, 4, 128, 128, gated=True, item_bytes=2, logit_rows=441)
-SMALL = ModelShape(4, 256, 1024, 4096, 4, 4, 64, 64)
-HUGE = 1 << 60
 #: Trees of a random batch: Python takes seconds for many; tests/unit/test_jobs.py compares it with the core.
 MOST = 6 if native.core() is not None else 2
-#: To shrink a failing case takes minutes.
-DRAWN = (Phase.explicit, Phase.reuse, Phase.generate)
-
-
-@pytest.fixture(params=["python", "core"])
-def engine(request):
-    """Both twins; tests/unit/test_joint.py says where the core may be absent."""
-    if request.param == "core":
-        if native.core() is None:
-            pytest.skip("no C++ core")
-        yield request.param
-    else:
-        with native.without_core():
-            yield request.param
 
 
 # Real prices.
