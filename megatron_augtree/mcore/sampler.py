@@ -157,7 +157,7 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
 
     step = made(forest, plan)
     if config.guard_steps and plan.mode != STOCK:
-        stock = _candidate(STOCK, sequences, numbers, model, world, config)
+        stock = _candidate(STOCK, sequences, numbers, model, world, config, own=True)
         if isinstance(stock, tuple):
             return replace(step, stock=made(*stock))
     return step
@@ -213,13 +213,14 @@ def _candidate(
     model: ModelShape,
     world: int,
     config: AugTreeConfig,
+    own: bool = False,
 ) -> tuple[Forest, Plan] | InfeasiblePlanError:
     """A mode's trees and plan; under ``augtree``, also what it gives where nothing fits."""
     model = configured(model, config)
     forest = _forest(mode, sequences, numbers, config)
     trees = _tree_groups(forest, numbers)
     try:
-        plan = make_plan(forest.shape, model, world, config, tree_groups=trees, mode=mode)
+        plan = make_plan(forest.shape, model, world, config, tree_groups=trees, mode=mode, own=own)
     except InfeasiblePlanError as error:
         if config.mode != "augtree":
             raise

@@ -45,6 +45,7 @@ def make_plan(
     *,
     tree_groups: Sequence[int],
     mode: str | None = None,
+    own: bool = False,
 ) -> Plan:
     """The plan of a mode: under ``augtree`` the cheapest that fits, otherwise the baseline's, priced.
 
@@ -55,11 +56,12 @@ def make_plan(
         config: limits and forced choices.
         tree_groups: [tree] number of the (first) group behind each root.
         mode: another mode than `config.mode`: a baseline as a candidate of ``augtree``, under its limits.
+        own: the baseline's own choice instead of its cheapest.
 
     Raises:
         InfeasiblePlanError: a forced choice, or under ``augtree`` the memory budget, that nothing satisfies.
     """
-    return explain(shape, model, world, config, tree_groups=tree_groups, mode=mode)[0]
+    return explain(shape, model, world, config, tree_groups=tree_groups, mode=mode, own=own)[0]
 
 
 def explain(
@@ -70,9 +72,10 @@ def explain(
     *,
     tree_groups: Sequence[int],
     mode: str | None = None,
+    own: bool = False,
 ) -> tuple[Plan, list[Considered]]:
     """`make_plan`, with all candidates that were looked at, cheapest first; those over the budget last."""
-    decision, search = _decide(shape, model, world, config, tree_groups, mode)
+    decision, search = _decide(shape, model, world, config, tree_groups, mode, own)
     cluster = search.prices.cluster
     rules = {"shape": shape, "world": world, "pairs_per_row": search.unit, "note": decision.note}
     plan = plan_of(decision.recipes, decision.events, mode=decision.mode, **rules)
@@ -95,11 +98,11 @@ def decide(
     return _decide(shape, model, world, config, tree_groups, mode)[0]
 
 
-def _decide(shape, model, world, config, tree_groups, mode) -> tuple[Decision, Search]:
+def _decide(shape, model, world, config, tree_groups, mode, own=False) -> tuple[Decision, Search]:
     search = Search(shape, Prices(model, cluster_of(config.cluster)), world, config, tree_groups)
     if (mode or config.mode) == "augtree":
         return search.run(), search
-    best = search.baseline(mode or config.mode)
+    best = search.baseline(mode or config.mode, own)
     if config.mode == "augtree" and best.peak_bytes > search.budget:
         raise search.over_budget(best.note, best.peak_bytes)
     return best, search

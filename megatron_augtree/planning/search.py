@@ -88,10 +88,11 @@ class Search:
             raise self._nothing_fits()
         return found
 
-    def baseline(self, mode: str) -> Decision:
-        """A baseline's plan; as a candidate of ``augtree`` its cheapest on blocks within the limit."""
+    def baseline(self, mode: str, own: bool = False) -> Decision:
+        """A baseline's plan; as a candidate of ``augtree`` its cheapest within the limit, unless it is
+        to be its own choice."""
         costs, limit = self.costs(), self._limit()
-        if self.config.mode != "augtree":
+        if own or self.config.mode != "augtree":
             made = baseline_recipes(
                 mode, self.shape, self.tree_groups, self.world, self.config.degree, costs
             )
