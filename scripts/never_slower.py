@@ -31,8 +31,8 @@ from megatron_augtree.planning.baselines.hybrid import widths
 from megatron_augtree.planning.cluster import preset
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.fast import make_jobs
-from megatron_augtree.planning.jobs import Options
 from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import configured, pairs_per_row, price_recipes
 from megatron_augtree.tools.cli.choose import choose_for

@@ -49,7 +49,7 @@ from megatron_augtree.planning.baselines import BASELINES, FREE
 from megatron_augtree.planning.cluster import GIB, Cluster, cluster_of, document
 from megatron_augtree.planning.cost import NS, Prices
 from megatron_augtree.planning.fast import make_jobs
-from megatron_augtree.planning.jobs import Options, cost_of
+from megatron_augtree.planning.offers import Options, cost_of
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import make_plan, pairs_per_row, price
 from megatron_augtree.planning.timeline import timeline

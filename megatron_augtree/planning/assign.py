@@ -6,6 +6,7 @@ Items are leaves with their cost, bins are lanes that already carry load; or tre
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 #: `exact` stops being instant beyond this many items.
 EXACT_ITEMS = 10
@@ -24,11 +25,12 @@ def longest_first(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
     Returns:
         [item] -> bin.
     """
-    current, where = list(loads), [0] * len(weights)
+    heap, where = [(load, bin_) for bin_, load in enumerate(loads)], [0] * len(weights)
+    heapify(heap)
     for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        target = min(range(len(current)), key=lambda b: (current[b], b))
+        load, target = heap[0]
         where[item] = target
-        current[target] += weights[item]
+        heapreplace(heap, (load + weights[item], target))
     return where
 
 

@@ -8,7 +8,7 @@ makes a whole plan of one choice: the pool cut into equal blocks, trees given to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_augtree.planning.assign import assign
 from megatron_augtree.planning.lanes import row_cost
@@ -102,13 +102,8 @@ def copies_of(
     copies = min(copies, len(leaves))
     if copies < 2:
         return [tuple(nodes)]
-    weights = [row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in leaves]
-    where = assign(weights, [0] * copies)
-    parts = []
-    for part in range(copies):
-        chosen = [leaf for leaf, target in zip(leaves, where) if target == part]
-        parts.append(tuple(sorted({n for leaf in chosen for n in shape.chain(leaf)})))
-    return [part for part in parts if part]
+    dealt = waves_of(shape, leaves, copies, pairs_per_row)
+    return [tuple(sorted({n for leaf in part for n in shape.chain(leaf)})) for part in dealt]
 
 
 def waves_of(
@@ -204,8 +199,8 @@ def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) ->
     blocks = cut_pool(world, choice.degree)
     parts = [
         part
-        for root in shape.roots
-        for part in copies_of(shape, shape.subtree(root), choice.copies, pairs_per_row)
+        for tree in shape.trees
+        for part in copies_of(shape, tree, choice.copies, pairs_per_row)
     ]
     taken: list[set[int]] = [set() for _ in blocks]
     costs = [sum(row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in part) for part in parts]
@@ -217,8 +212,8 @@ def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) ->
     for block, nodes in zip(blocks, taken):
         trees = [tuple(sorted(nodes))]
         if not choice.together:
-            trees = [tuple(n for n in shape.subtree(root) if n in nodes) for root in shape.roots]
-        own = Choice(**{**choice.__dict__, "degree": len(block)})
+            trees = [tuple(n for n in tree if n in nodes) for tree in shape.trees]
+        own = replace(choice, degree=len(block))
         for tree in filter(None, trees):
             made, played = job_recipes(own, shape, tree, block[0], jobs, len(recipes), pairs_per_row)
             recipes += made

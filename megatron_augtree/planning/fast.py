@@ -12,7 +12,8 @@ from types import ModuleType
 from megatron_augtree.planning import native
 from megatron_augtree.planning.candidates import Choice
 from megatron_augtree.planning.cost import Prices
-from megatron_augtree.planning.jobs import Job, Jobs, Offer, Options
+from megatron_augtree.planning.jobs import Jobs
+from megatron_augtree.planning.offers import Job, Offer, Options
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.recipe import Recipe
 from megatron_augtree.planning.tree import ForestShape

@@ -14,8 +14,9 @@ from dataclasses import replace
 from megatron_augtree.config import AugTreeConfig
 from megatron_augtree.planning.cluster import cluster_of
 from megatron_augtree.planning.cost import NS, Prices, pairs_per_row
-from megatron_augtree.planning.jobs import Jobs, Options
+from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.plan import Event, Plan, with_note
 from megatron_augtree.planning.price import Priced, price, price_recipes
 from megatron_augtree.planning.recipe import Decision, plan_of

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_augtree.planning.baselines.common import longest_first
+from megatron_augtree.planning.assign import longest_first
 from megatron_augtree.planning.candidates import cut_pool, job_recipes
-from megatron_augtree.planning.jobs import Job, Jobs, cost_of
+from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.joint import schedule
+from megatron_augtree.planning.offers import Job, cost_of
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.recipe import Recipe
 from megatron_augtree.planning.tree import ForestShape
@@ -117,7 +118,7 @@ class Pool:
         self.jobs, self.world, self.limit, self.degree = jobs, world, limit, degree
         self.shape: ForestShape = jobs.shape
         self.stages = jobs.prices.model.stages
-        self.trees = [self.shape.subtree(root) for root in self.shape.roots]
+        self.trees = self.shape.trees
         self.tree_groups = tree_groups
         self.costs: dict[tuple[int, int], int] = {}
         self._counted: dict[tuple[int, int], list[Job] | None] = {}
@@ -270,10 +271,10 @@ class Pool:
                 costs = [self.cost(tree, degree) for tree in self._numbers]
                 plain = min(costs) >= 0
             if not plain:
-                costs = self._ideals
+                costs = self.ideals
             full = [block[0] for block in cut_pool(self.world, degree) if len(block) == degree]
             turns = [group % len(full) for group in self.tree_groups]
-            for name, where in (("", longest_first(costs, len(full))), (", groups in turn", turns)):
+            for name, where in (("", longest_first(costs, [0] * len(full))), (", groups in turn", turns)):
                 loads = [0] * len(full)
                 for cost, block in zip(costs, where):
                     loads[block] += cost
@@ -282,13 +283,12 @@ class Pool:
 
     def _work(self, degree: int) -> int:
         """How long trees keep the pool busy on blocks of a degree, at the least, ns."""
-        launch = self.jobs.floor((), 1)
-        floors = (ideal + degree * launch for ideal in self._ideals)
+        floors = (ideal + degree * self.launch_ns for ideal in self.ideals)
         costs = (degree * self.costs.get((tree, degree), 0) for tree in self._numbers)
         return sum(map(max, floors, costs)) // self.world
 
     @cached_property
-    def _ideals(self) -> list[int]:
+    def ideals(self) -> list[int]:
         """[tree] what it takes on one rank without any fixed cost, ns."""
         return [self.jobs.ideal(nodes, 1) for nodes in self.trees]
 
@@ -306,6 +306,11 @@ class Pool:
     # Shared passes.
 
     @cached_property
+    def launch_ns(self) -> int:
+        """What the launches of a pass take."""
+        return self.jobs.floor((), 1)
+
+    @cached_property
     def pass_ns(self) -> int:
         """What a pass costs whatever its rows: launches, and matrices that are too small."""
         prices = self.jobs.prices
@@ -320,7 +325,7 @@ class Pool:
         c, m = self.jobs.prices.cluster, self.jobs.prices.model
         inner = sum(map(bool, self.shape.children)) * degree // self.world if degree > 1 else 0
         tiles = inner * c.tile_ns * (100 + c.attention_backward_pct) // 100 * -(-m.layers // m.stages)
-        return self._floor + tiles + self.jobs.floor((), 1)
+        return self._floor + tiles + self.launch_ns
 
     def _mates(self, arrangement: Arrangement) -> list[list[Placed]]:
         """Jobs of the same block."""

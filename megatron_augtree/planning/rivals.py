@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+from megatron_augtree.planning.assign import longest_first
 from megatron_augtree.planning.baselines import (
     BASELINES,
     FREE,
@@ -19,7 +20,6 @@ from megatron_augtree.planning.baselines import (
     recipes_of,
     seatings,
 )
-from megatron_augtree.planning.baselines.common import longest_first
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.pool import Pool
@@ -41,13 +41,11 @@ class Rivals:
 
     def __init__(self, pool: Pool, limit: int, limited: bool, costs: Costs) -> None:
         self.pool, self.limit, self.limited, self.costs = pool, limit, limited, costs
-        shape, jobs = pool.shape, pool.jobs
+        shape = pool.shape
         self.rows = [sum(shape.rows[n] for n in nodes) for nodes in pool.trees]
-        self._ideal = [jobs.ideal(nodes, 1) for nodes in pool.trees]
-        self._launch = jobs.floor((), 1)
         # Estimates may be a few per cent off, and waves may project their rows on the vocabulary once where a
         # fused pass does so twice.
-        vocabulary = jobs.prices.vocabulary
+        vocabulary = pool.jobs.prices.vocabulary
         self._twice = [vocabulary.ns(sum(shape.scored[n] for n in nodes)) for nodes in pool.trees]
 
     def faster_than(self, time_ns: int | None) -> Iterator[Decision]:
@@ -88,8 +86,9 @@ class Rivals:
         if pool.world <= 8 or pool.stages > 1:
             return 0
         latest, replicas = 0, pool.world // self.limit
+        where = longest_first(pool.ideals, [0] * replicas)
         for replica in range(replicas):
-            mine = [t for t, r in enumerate(longest_first(self._ideal, replicas)) if r == replica]
+            mine = [tree for tree, taker in enumerate(where) if taker == replica]
             took = sum(self._floor(tree, self.limit) for tree in mine)
             if len(mine) > 1:
                 nodes = tuple(sorted(n for tree in mine for n in pool.trees[tree]))
@@ -101,7 +100,7 @@ class Rivals:
     def _floor(self, tree: int, width: int) -> int:
         """What a tree takes on a block at the least, ns; more where its jobs there are estimated already."""
         pool = self.pool
-        floor = self._ideal[tree] // width + self._launch
+        floor = pool.ideals[tree] // width + pool.launch_ns
         known = pool.costs.get((tree, width), 0)
         return max(floor, known * 49 // 50 - self._twice[tree] // width) if pool.stages == 1 else floor
 

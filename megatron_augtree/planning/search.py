@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError
-from megatron_augtree.planning.baselines import FREE, Costs, baseline_recipes, variants
-from megatron_augtree.planning.baselines.hybrid import widths
+from megatron_augtree.planning.baselines import Costs, baseline_recipes, degrees_of, variants
 from megatron_augtree.planning.candidates import copies_of
 from megatron_augtree.planning.cluster import GIB, Cluster
 from megatron_augtree.planning.cost import Prices, pairs_per_row
 from megatron_augtree.planning.fast import make_jobs
-from megatron_augtree.planning.jobs import EVERY_RANK, Jobs, Options
+from megatron_augtree.planning.jobs import Jobs
+from megatron_augtree.planning.offers import EVERY_RANK, Options
 from megatron_augtree.planning.plan import Event, counted
 from megatron_augtree.planning.pool import Arrangement, Pool
 from megatron_augtree.planning.price import price_recipes
@@ -69,6 +69,7 @@ class Search:
         self.budget = budget_of(config, prices.cluster)
         self.unit = pairs_per_row(prices.model, prices.cluster)
         self.considered: list[Considered] = []
+        self._pool: Pool | None = None
         self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
     # The search.
@@ -97,9 +98,7 @@ class Search:
                 mode, self.shape, self.tree_groups, self.world, self.config.degree, costs
             )
             return Decision(mode, *made, *costs.price(self.shape, made[0], made[1]))
-        degrees = [d for d in range(1, limit + 1) if self.world % d == 0]
-        if mode in FREE:
-            degrees = [d for d in widths(self.world) if d <= limit]
+        degrees = [d for d in degrees_of(mode, self.world) if d <= limit]
         found = []
         for made in variants(mode, self.shape, self.tree_groups, self.world, costs, degrees):
             if max((r.width for r in made[0]), default=0) <= limit:
@@ -157,8 +156,8 @@ class Search:
         recipes, events = arrangement.recipes(self.shape, self.unit)
         choices = list(dict.fromkeys(str(x.job.offer.choice) for x in arrangement.placed))
         note = f"{choices[0]}" + (f" and {len(choices) - 1} more kinds of block" if len(choices) > 1 else "")
-        price = price_recipes(self._pool.jobs, recipes, events, self.world)
-        return Decision("augtree", recipes, events, note, *price)
+        peak = arrangement.peak_bytes + self.prices.cluster.base_bytes
+        return Decision("augtree", recipes, events, note, arrangement.time_ns, peak)
 
     def _consider(self, x: Decision) -> None:
         fits = x.peak_bytes <= self.budget
@@ -166,13 +165,11 @@ class Search:
 
     def costs(self) -> Costs:
         """What baselines choose by: the price of their plans."""
+        # Prices of recipes need no room and no options; every peer plans this forest.
+        jobs = self._pool.jobs if self._pool is not None else self._jobs()
 
-        known: dict[ForestShape, Jobs] = {}
-
-        def of(shape: ForestShape, recipes: Sequence[Recipe], events: Sequence[Event]) -> tuple[int, int]:
-            if shape not in known:
-                known[shape] = make_jobs(shape, self.prices, self.unit, 0, Options(), world=self.world)
-            return price_recipes(known[shape], recipes, events, self.world)
+        def of(_: ForestShape, recipes: Sequence[Recipe], events: Sequence[Event]) -> tuple[int, int]:
+            return price_recipes(jobs, recipes, events, self.world)
 
         return Costs(self.unit, of, self.budget, self.prices.model, self.prices.cluster)
 

@@ -78,6 +78,11 @@ class ForestShape:
         return tuple(range(node, self.subtree_ends[node]))
 
     @cached_property
+    def trees(self) -> tuple[tuple[int, ...], ...]:
+        """[tree] its nodes."""
+        return tuple(map(self.subtree, self.roots))
+
+    @cached_property
     def subtree_ends(self) -> tuple[int, ...]:
         """[node] the first node after its subtree: nodes are numbered depth first."""
         ends = list(range(1, len(self.parents) + 1))

@@ -20,26 +20,15 @@ from megatron_augtree.runtime.prompt_state import PromptState
 from megatron_augtree.runtime.transport import LocalTransport
 from tests.distributed.matrix import LLAMA, RECOMPUTE
 from tests.numerics import fixtures as f
+from tests.numerics.recomputing import LAYERS, PROGRAMS, WORLD, model
 
-WORLD, LAYERS = 4, 4
 #: (keep_layers, keep_attention).
 PAIRS = [(0, 0), (0, 4), (0, 1), (2, 0), (2, 1), (2, 2), (3, 1), (4, 0)]
-PROGRAMS = {
-    "fused": f.augtree(lane_degree=8),
-    "re-fetching": f.augtree(lane_degree=8, keep=False),
-    "waves": f.augtree(phase="phased", waves=2, chunks=2),
-    "move_q": f.augtree(phase="phased", waves=2, primitive="move_q"),
-}
 
 
 @pytest.fixture(scope="module")
 def groups(megatron):
     return f.Lab(LLAMA).data("ragged")[0]
-
-
-@functools.cache
-def model(flags: str) -> torch.nn.Module:
-    return f.build_model(f.parse(f"{LLAMA} {flags}"), augtree=True)
 
 
 def with_pairs(batch: StepBatch, pairs) -> StepBatch:

@@ -11,24 +11,12 @@ from megatron_augtree.runtime import tree_attention
 from megatron_augtree.runtime.transport import LocalTransport
 from tests.distributed.matrix import LLAMA, RECOMPUTE
 from tests.numerics import fixtures as f
-
-WORLD, LAYERS = 4, 4
-PROGRAMS = {
-    "fused": f.augtree(lane_degree=8),
-    "re-fetching": f.augtree(lane_degree=8, keep=False),
-    "waves": f.augtree(phase="phased", waves=2, chunks=2),
-    "move_q": f.augtree(phase="phased", waves=2, primitive="move_q"),
-}
+from tests.numerics.recomputing import LAYERS, PROGRAMS, WORLD, model
 
 
 @pytest.fixture(scope="module")
 def groups(megatron):
     return f.Lab(LLAMA).data("ragged")[0]
-
-
-@functools.cache
-def model(flags: str) -> torch.nn.Module:
-    return f.build_model(f.parse(f"{LLAMA} {flags}"), augtree=True)
 
 
 def play(flags: str, keep: int, program: f.Program, groups, monkeypatch) -> tuple[f.Outcome, int, dict]:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from megatron_augtree.planning import fast
 from megatron_augtree.planning.cluster import PRESETS, Cluster
 from megatron_augtree.planning.cost import Prices
-from megatron_augtree.planning.jobs import Jobs, Options
+from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.model import ModelShape
+from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.tree import ForestShape
 from tests.unit.forests import shapes
 

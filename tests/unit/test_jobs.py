@@ -16,7 +16,8 @@ from megatron_augtree.planning.baselines import BASELINES, Costs, lean, variants
 from megatron_augtree.planning.candidates import Choice, copies_of, job_recipes
 from megatron_augtree.planning.cluster import GIB, preset
 from megatron_augtree.planning.cost import Prices
-from megatron_augtree.planning.jobs import Job, Jobs, Options
+from megatron_augtree.planning.jobs import Jobs
+from megatron_augtree.planning.offers import Job, Options
 from megatron_augtree.planning.planner import pairs_per_row, price, price_recipes
 from megatron_augtree.planning.recipe import Recipe, plan_of
 from megatron_augtree.planning.tree import from_lengths

@@ -14,7 +14,8 @@ from megatron_augtree.planning.candidates import Choice
 from megatron_augtree.planning.cluster import GIB, preset
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.fast import make_jobs
-from megatron_augtree.planning.jobs import Jobs, Offer, Options
+from megatron_augtree.planning.jobs import Jobs
+from megatron_augtree.planning.offers import Offer, Options
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import pairs_per_row, price
 from megatron_augtree.planning.pool import Arrangement, Pool

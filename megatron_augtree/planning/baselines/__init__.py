@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from megatron_augtree.config import InfeasiblePlanError
 from megatron_augtree.planning.baselines import modes, paper
-from megatron_augtree.planning.baselines.common import Costs, Recipes, Step, trees_of
+from megatron_augtree.planning.baselines.common import Costs, Recipes, Step
 from megatron_augtree.planning.baselines.hybrid import widths
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.recipe import plan_of
@@ -40,6 +40,7 @@ __all__ = [
     "Recipes",
     "baseline_plan",
     "baseline_recipes",
+    "degrees_of",
     "lean",
     "recipes_of",
     "seatings",
@@ -100,7 +101,7 @@ def variants(
         mode, shape, tree_groups, world, costs: as for `baseline_recipes`.
         degrees: which; none: all that the pool has.
     """
-    for degree in degrees or _degrees(mode, world):
+    for degree in degrees or degrees_of(mode, world):
         yield from BASELINES[mode](_step(mode, shape, tree_groups, world, degree, costs))
 
 
@@ -116,7 +117,7 @@ def seatings(
 
     Thousands can be compared by a table of what a tree costs on some ranks; `recipes_of` makes the winner's.
     """
-    for degree in degrees or _degrees(mode, world):
+    for degree in degrees or degrees_of(mode, world):
         yield from modes.SEATED[mode][0](_step(mode, shape, tree_groups, world, degree, costs))
 
 
@@ -125,7 +126,8 @@ def recipes_of(mode: str, shape: ForestShape, seating: modes.Seating) -> Recipes
     return modes.seat(shape, modes.SEATED[mode][1], seating)
 
 
-def _degrees(mode: str, world: int) -> list[int]:
+def degrees_of(mode: str, world: int) -> list[int]:
+    """The degrees that a pool has under a mode, ascending."""
     return widths(world) if mode in FREE else [d for d in range(1, world + 1) if world % d == 0]
 
 
@@ -170,4 +172,4 @@ def _step(
             remedy="choose a divisor" if not free else "choose one of them",
         )
     chosen = degree if free else degree or world
-    return Step(shape, trees_of(shape), tuple(tree_groups), world, chosen, costs or Costs())
+    return Step(shape, shape.trees, tuple(tree_groups), world, chosen, costs or Costs())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from typing import NamedTuple
 
+from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.cluster import Cluster
 from megatron_augtree.planning.lanes import row_cost
 from megatron_augtree.planning.model import ModelShape
@@ -69,7 +69,7 @@ class Step:
     """
 
     shape: ForestShape
-    trees: tuple[range, ...]
+    trees: tuple[tuple[int, ...], ...]
     groups: tuple[int, ...]
     world: int
     degree: int
@@ -91,23 +91,6 @@ class Step:
     def by_group(self) -> list[int]:
         """Trees in the order of their groups."""
         return sorted(range(len(self.trees)), key=lambda t: (self.groups[t], t))
-
-
-def trees_of(shape: ForestShape) -> tuple[range, ...]:
-    """[tree] -> its nodes: nodes are numbered depth first, so a tree is all up to the next root."""
-    ends = [*shape.roots[1:], len(shape.rows)]
-    return tuple(range(root, end) for root, end in zip(shape.roots, ends))
-
-
-def longest_first(weights: Sequence[int], bins: int) -> list[int]:
-    """`assign.longest_first` on empty bins, for many of them: heaviest first, to the least loaded."""
-    heap, where = [(0, b) for b in range(bins)], [0] * len(weights)
-    heapify(heap)
-    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, target = heap[0]
-        where[item] = target
-        heapreplace(heap, (load + weights[item], target))
-    return where
 
 
 class Lay(NamedTuple):
@@ -144,17 +127,11 @@ class Maker:
         """Everything so far."""
         return self.recipes, self.events, note
 
-    def split(self, nodes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(nodes with children among them, the others)."""
-        above = {self.shape.parents[n] for n in nodes}
-        inner = tuple(n for n in nodes if n in above)
-        return inner, tuple(n for n in nodes if n not in above)
-
     def fused(
         self, nodes: Sequence[int], start: int, width: int, primitive: str, how: Lay = LAID_WIDE
     ) -> None:
         """A job of one pass over some nodes."""
-        inner, leaves = self.split(nodes)
+        inner, leaves = split_inner(self.shape, nodes)
         self._add("fused", start, width, primitive, how, inner=inner, leaves=leaves)
         self.jobs += 1
 
@@ -179,7 +156,7 @@ class Maker:
             spine: primitive of the prefill; empty: the same.
             waves: leaves of each replay; none: all leaves in one.
         """
-        inner, leaves = self.split(nodes)
+        inner, leaves = split_inner(self.shape, nodes)
         if not inner:
             self.fused(nodes, start, width, spine or primitive, how)
             return

@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_augtree.planning.assign import longest_first
 from megatron_augtree.planning.baselines.common import (
     LAID_WIDE,
     Lay,
     Maker,
     Recipes,
     Step,
-    longest_first,
-    trees_of,
 )
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, greedy, rounds, widths
+from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.lanes import row_cost
 from megatron_augtree.planning.tree import ForestShape
 
 #: (maker, nodes, first rank, ranks): adds one job.
-Add = Callable[[Maker, "range | tuple[int, ...]", int, int], None]
+Add = Callable[[Maker, tuple[int, ...], int, int], None]
 
 
 def _ring(maker: Maker, nodes, start: int, width: int) -> None:
@@ -40,7 +40,7 @@ def _two_pass(maker: Maker, nodes, start: int, width: int) -> None:
 
 
 def _per_response(maker: Maker, nodes, start: int, width: int) -> None:
-    maker.phased(nodes, start, width, "ring", waves=[(leaf,) for leaf in maker.split(nodes)[1]])
+    maker.phased(nodes, start, width, "ring", waves=[(leaf,) for leaf in split_inner(maker.shape, nodes)[1]])
 
 
 class Seating(NamedTuple):
@@ -58,7 +58,7 @@ def in_replicas(step: Step) -> Iterator[Seating]:
     """Replicas of one degree take groups in turn, as data parallelism does; or trees, longest first."""
     note, turns = f"degree {step.degree}", step.in_turn()
     dealings = {note: turns}
-    longest = longest_first([step.work(tree) for tree in range(len(step.trees))], step.replicas)
+    longest = longest_first([step.work(tree) for tree in range(len(step.trees))], [0] * step.replicas)
     if longest != turns:
         dealings[f"{note}, longest first"] = longest
     for name, where in dealings.items():
@@ -92,7 +92,7 @@ def by_rows(step: Step) -> Iterator[Seating]:
 
 def seat(shape: ForestShape, add: Add, seating: Seating) -> Recipes:
     """The recipes of a seating."""
-    trees, maker = trees_of(shape), Maker(shape)
+    trees, maker = shape.trees, Maker(shape)
     for tree, start, width in seating.seats:
         add(maker, trees[tree], start, width)
     return maker.made(seating.note)
@@ -175,7 +175,7 @@ def balanced(add: AddLaid) -> Callable[[Step], Iterator[Recipes]]:
     def make(step: Step) -> Iterator[Recipes]:
         singles = [_best_lay(step, add, tuple(nodes)) for nodes in step.trees]
         plans: dict[str, list[_Jobs]] = {}
-        dealings = {", longest first": longest_first([time for time, _ in singles], step.replicas)}
+        dealings = {", longest first": longest_first([time for time, _ in singles], [0] * step.replicas)}
         for dealing, where in {**dealings, ", groups in turn": step.in_turn()}.items():
             options = [_options(step, add, singles, where, replica) for replica in range(step.replicas)]
             for name, jobs in {
@@ -226,7 +226,7 @@ def _best_lay(step: Step, add: AddLaid, nodes: tuple[int, ...]) -> tuple[int, La
         add(maker, nodes, 0, step.degree, how)
         return step.costs.of(step.shape, maker.made(""))
 
-    inner, leaves = Maker(step.shape).split(nodes)
+    inner, leaves = split_inner(step.shape, nodes)
     best = min(_lays(step, inner if add is _blocks else (), leaves), key=cost)
     best = min([best, *[best._replace(pieces=k) for k in (2, 4) if k < step.degree]], key=cost)
     return cost(best)[1], best

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_augtree.planning.assign import EXACT_ITEMS, exact, longest_first
-from megatron_augtree.planning.baselines import common
 from megatron_augtree.planning.baselines.common import Lay, Maker, Recipes, Step
+from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.lanes import row_cost
 from megatron_augtree.planning.tree import ForestShape
 
@@ -134,7 +134,7 @@ def paper(step: Step) -> Iterator[Recipes]:
 def _dealt(step: Step, trees: Sequence[_Tree], chosen: Sequence[Configuration], why: str) -> Recipes:
     """Trees longest first over replicas."""
     times = [tree.time(c)[1] for tree, c in zip(trees, chosen)] if step.replicas > 1 else [0] * len(trees)
-    where, maker = common.longest_first(times, step.replicas), Maker(step.shape)
+    where, maker = longest_first(times, [0] * step.replicas), Maker(step.shape)
     for number in step.by_group():
         trees[number].add(maker, where[number] * step.degree, chosen[number])
     return maker.made(f"degree {step.degree}, {why}")
@@ -145,7 +145,7 @@ class _Tree:
 
     def __init__(self, step: Step, nodes: Sequence[int]) -> None:
         self.step, self.nodes, self.shape = step, nodes, step.shape
-        self.inner, self.leaves = Maker(step.shape).split(nodes)
+        self.inner, self.leaves = split_inner(step.shape, nodes)
         unit = step.costs.pairs_per_row
         self.weights = [row_cost(self.shape, n, 0, self.shape.rows[n], unit) for n in self.leaves]
         self._times: dict[Configuration, tuple[bool, int]] = {}
