@@ -13,29 +13,26 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.data import DataLoader
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError, InputError
 from megatron_augtree.data.groups import Group, fingerprint
-from megatron_augtree.planning.baselines import UNSHARED
+from megatron_augtree.planning.choose import choose, merging
 from megatron_augtree.planning.cluster import cluster_of
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
-from megatron_augtree.planning.planner import configured, make_plan, unshared_least
+from megatron_augtree.planning.planner import configured, make_plan
 from megatron_augtree.planning.timeline import Bar, idle_share, timeline
-from megatron_augtree.planning.tree import Forest, TokenSequence, from_sequences
+from megatron_augtree.planning.tree import Forest, TokenSequence, from_sequences, sequence_of
 
 #: Plain context parallelism on what nobody shares: what plans are measured against.
 STOCK = "ring"
-
-#: More rows than any prompt has: trees of different groups never merge.
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -107,23 +104,10 @@ def sequences_of(groups: Sequence[Group]) -> tuple[list[TokenSequence], list[int
     """Every response with its prompt as one sequence, and the group number of each."""
     sequences, numbers = [], []
     for number, group in enumerate(groups):
-        for response in group.responses:
-            tokens = np.asarray([*group.prompt, *response.tokens], np.int64)
-            # A response's first token is the target of the prompt's last row.
-            scored = np.concatenate(
-                [np.zeros(len(group.prompt) - 1, bool), np.asarray(response.loss_mask, bool)]
-            )
-            sequences.append(TokenSequence(tokens, scored, _salt(group, response)))
+        for r in group.responses:
+            sequences.append(sequence_of(group.prompt, r.tokens, r.loss_mask, group.prompt_salt, r.salt))
             numbers.append(number)
     return sequences, numbers
-
-
-def _salt(group: Group, response) -> np.ndarray | None:
-    if group.prompt_salt is None and response.salt is None:
-        return None
-    prompt = group.prompt_salt or (0,) * len(group.prompt)
-    own = response.salt or (0,) * len(response.tokens)
-    return np.asarray([*prompt, *own], np.int64)
 
 
 def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: AugTreeConfig) -> StepBatch:
@@ -157,8 +141,8 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
 
     step = made(forest, plan)
     if config.guard_steps and plan.mode != STOCK:
-        stock = _candidate(STOCK, sequences, numbers, model, world, config, own=True)
-        if isinstance(stock, tuple):
+        stock = _stock(sequences, numbers, model, world, config)
+        if stock is not None:
             return replace(step, stock=made(*stock))
     return step
 
@@ -181,67 +165,25 @@ def choose_plan(
     Raises:
         InfeasiblePlanError: a forced plan or a memory budget that nothing satisfies.
     """
-    candidates = [_candidate(config.mode, sequences, numbers, model, world, config)]
-    free = config.mode == "augtree" and not config.force
-    if free and _unshared_may_win(candidates[0], model, world, config):
-        candidates += [_candidate(mode, sequences, numbers, model, world, config) for mode in UNSHARED]
-    return _cheapest(candidates)
-
-
-def _unshared_may_win(
-    found: tuple[Forest, Plan] | InfeasiblePlanError, model: ModelShape, world: int, config: AugTreeConfig
-) -> bool:
-    """Whether sharing nothing can be faster; seldom, so that its plans are seldom made."""
-    if not isinstance(found, tuple):
-        return True
-    forest, plan = found
-    return unshared_least(forest.shape, configured(model, config), world, config) < plan.seconds
+    found = choose(lambda mode: _forest(mode, sequences, numbers, config), model, world, config)
+    return found.trees, found.plan
 
 
 def _forest(
     mode: str, sequences: Sequence[TokenSequence], numbers: Sequence[int], config: AugTreeConfig
 ) -> Forest:
     """The trees that a mode computes: merged over groups, within groups, or not at all."""
-    minimum = config.min_shared_rows if mode == "augtree" else _NEVER
-    return from_sequences(sequences, groups=numbers, min_shared_rows=minimum, share=mode not in UNSHARED)
+    return from_sequences(sequences, groups=numbers, **merging(mode, config.min_shared_rows))
 
 
-def _candidate(
-    mode: str,
-    sequences: Sequence[TokenSequence],
-    numbers: Sequence[int],
-    model: ModelShape,
-    world: int,
-    config: AugTreeConfig,
-    own: bool = False,
-) -> tuple[Forest, Plan] | InfeasiblePlanError:
-    """A mode's trees and plan; under ``augtree``, also what it gives where nothing fits."""
-    model = configured(model, config)
-    forest = _forest(mode, sequences, numbers, config)
-    trees = _tree_groups(forest, numbers)
-    try:
-        plan = make_plan(forest.shape, model, world, config, tree_groups=trees, mode=mode, own=own)
-    except InfeasiblePlanError as error:
-        if config.mode != "augtree":
-            raise
-        return error
-    return forest, plan
-
-
-def _cheapest(candidates: Sequence[tuple[Forest, Plan] | InfeasiblePlanError]) -> tuple[Forest, Plan]:
-    """The candidate with the shortest predicted time; ties go to the earlier one."""
-    feasible = [c for c in candidates if isinstance(c, tuple)]
-    if not feasible:
-        raise candidates[0]
-    return min(feasible, key=lambda pair: pair[1].seconds)
-
-
-def _tree_groups(forest: Forest, numbers: Sequence[int]) -> list[int]:
-    first: dict[int, int] = {}
-    for path, number in zip(forest.paths, numbers, strict=True):
-        if path:
-            first.setdefault(path[0], number)
-    return [first[root] for root in forest.shape.roots]
+def _stock(sequences: Sequence[TokenSequence], numbers: Sequence[int], model: ModelShape, world: int,
+           config: AugTreeConfig) -> tuple[Forest, Plan] | None:
+    """What the guard measures against, as it would run by itself; None where it cannot be played here."""
+    model, forest = configured(model, config), _forest(STOCK, sequences, numbers, config)
+    ask = {"tree_groups": forest.tree_groups, "mode": STOCK, "own": True}
+    with suppress(InfeasiblePlanError):
+        return forest, make_plan(forest.shape, model, world, config, **ask)
+    return None
 
 
 def _read_plan(path: str) -> Plan:

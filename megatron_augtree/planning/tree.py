@@ -117,6 +117,27 @@ class TokenSequence:
     salt: np.ndarray | None = None
 
 
+def sequence_of(
+    prompt: Seq[int],
+    tokens: Seq[int],
+    loss_mask: Seq[bool],
+    prompt_salt: Seq[int] | None = None,
+    salt: Seq[int] | None = None,
+) -> TokenSequence:
+    """A prompt (at least one token) and one response to it.
+
+    Args:
+        prompt, tokens: ids.
+        loss_mask: [response tokens]; a response's first token is the target of the prompt's last row.
+        prompt_salt, salt: of the prompt's and the response's tokens; None of one of them is 0.
+    """
+    scored = np.concatenate([np.zeros(len(prompt) - 1, bool), np.asarray(loss_mask, bool)])
+    salts = None
+    if prompt_salt is not None or salt is not None:
+        salts = np.asarray([*(prompt_salt or (0,) * len(prompt)), *(salt or (0,) * len(tokens))], np.int64)
+    return TokenSequence(np.asarray([*prompt, *tokens], np.int64), scored, salts)
+
+
 @dataclass(frozen=True)
 class Forest:
     """The trees of one optimizer step with their tokens.
@@ -127,6 +148,7 @@ class Forest:
         scored: [rows] bool; rows that any sequence scores.
         paths: [sequence] -> its nodes from the root down.
         logical: [sequence] -> [R] int64, the row behind each of its logical rows, in token order.
+        tree_groups: [tree] number of the (first) group behind each root.
     """
 
     shape: ForestShape
@@ -136,6 +158,7 @@ class Forest:
     scored: np.ndarray
     paths: tuple[tuple[int, ...], ...]
     logical: tuple[np.ndarray, ...]
+    tree_groups: tuple[int, ...]
 
     def row_of(self, sequence: int, token: int) -> int:
         """The row whose target is `token` of `sequence` (token 0 is nobody's target)."""
@@ -173,13 +196,14 @@ def from_sequences(
     for index, sequence in enumerate(sequences):
         _check_sequence(index, sequence)
     builder = _Builder(sequences)
+    numbers = [0] * len(sequences) if groups is None else groups
     if not share:
         for index in range(len(sequences)):
             builder.add_cluster([index])
     else:
         for cluster in _clusters(sequences, groups, min_shared_rows):
             builder.add_cluster(cluster)
-    return builder.finish()
+    return builder.finish(numbers)
 
 
 def from_groups(
@@ -320,7 +344,7 @@ class _Builder:
                 start = i + 1
         return pieces
 
-    def finish(self) -> Forest:
+    def finish(self, groups: Seq[int]) -> Forest:
         parents, bounds = self.parents, self.bounds
         rows = [hi - lo for _, lo, hi in bounds]
         offsets = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
@@ -329,7 +353,7 @@ class _Builder:
             parts = [pick(self.sequences[s].tokens, lo, hi) for s, lo, hi in bounds]
             return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
-        paths, logical = [], []
+        paths, logical, first = [], [], {}
         scored = np.zeros(int(offsets[-1]), bool)
         for index, sequence in enumerate(self.sequences):
             path, node = [], self.end_node[index]
@@ -337,6 +361,8 @@ class _Builder:
                 path.append(node)
                 node = parents[node]
             path.reverse()
+            if path:
+                first.setdefault(path[0], groups[index])
             rows_of = np.concatenate(
                 [np.arange(offsets[n], offsets[n + 1]) for n in path] or [np.zeros(0, np.int64)]
             )
@@ -358,4 +384,5 @@ class _Builder:
             scored=scored,
             paths=tuple(paths),
             logical=tuple(logical),
+            tree_groups=tuple(first[root] for root in shape.roots),
         )

@@ -10,15 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_augtree.config import InputError
 from megatron_augtree.data.groups import Group
 from megatron_augtree.planning.baselines import UNSHARED
-from megatron_augtree.planning.tree import ForestShape, TokenSequence, from_lengths, from_sequences
-
-#: More rows than any prompt has: trees of different groups never merge.
-_NEVER = 1 << 62
+from megatron_augtree.planning.choose import merging
+from megatron_augtree.planning.tree import ForestShape, from_lengths, from_sequences, sequence_of
 
 
 class Trees(NamedTuple):
@@ -191,29 +187,17 @@ def step_of_groups(groups: Sequence[Group], min_shared_rows: int) -> Step:
     """Groups with their tokens; see `tree.from_sequences` for `min_shared_rows`."""
     sequences, numbers = [], []
     for number, group in enumerate(groups):
-        for response in group.responses:
-            tokens = np.asarray([*group.prompt, *response.tokens], np.int64)
-            scored = [*[False] * (len(group.prompt) - 1), *response.loss_mask]
-            salt = None
-            if group.prompt_salt is not None or response.salt is not None:
-                prompt = group.prompt_salt or (0,) * len(group.prompt)
-                salt = np.asarray([*prompt, *(response.salt or (0,) * len(response.tokens))], np.int64)
-            sequences.append(TokenSequence(tokens, np.asarray(scored, bool), salt))
+        for r in group.responses:
+            sequences.append(sequence_of(group.prompt, r.tokens, r.loss_mask, group.prompt_salt, r.salt))
             numbers.append(number)
-    merged, single = (_trees(sequences, numbers, rows) for rows in (min_shared_rows, _NEVER))
+    merged, single = (
+        from_sequences(sequences, groups=numbers, **merging(mode, min_shared_rows))
+        for mode in ("augtree", "gather-reuse")
+    )
     return Step(
         tuple((g, i) for g, group in enumerate(groups) for i in range(len(group.responses))),
-        merged,
-        single,
+        Trees(merged.shape, merged.tree_groups, merged.paths),
+        Trees(single.shape, single.tree_groups, single.paths),
         tuple(int(sequence.scored.sum()) for sequence in sequences),
         tuple(len(group.prompt) for group in groups),
     )
-
-
-def _trees(sequences: Sequence[TokenSequence], numbers: Sequence[int], min_shared_rows: int) -> Trees:
-    forest = from_sequences(sequences, groups=numbers, min_shared_rows=min_shared_rows)
-    first: dict[int, int] = {}
-    for path, number in zip(forest.paths, numbers):
-        if path:
-            first.setdefault(path[0], number)
-    return Trees(forest.shape, tuple(first[root] for root in forest.shape.roots), forest.paths)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError
-from megatron_augtree.planning.baselines import UNSHARED
+from megatron_augtree.planning.choose import choose as planning_choose
 from megatron_augtree.planning.cluster import cluster_of
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
-from megatron_augtree.planning.planner import Considered, configured, explain, unshared_least
+from megatron_augtree.planning.planner import Considered, configured, explain
 from megatron_augtree.tools.cli.options import config_of, model_of, step_of
 from megatron_augtree.tools.lengths import Step, Trees
 
@@ -63,30 +63,9 @@ def choose(args: argparse.Namespace) -> Chosen:
 def choose_for(step: Step, model: ModelShape, world: int, config: AugTreeConfig) -> Chosen:
     """The plan for a step; errors as for `planner.make_plan`."""
     started = time.perf_counter()
-    found: list[tuple[Trees, Plan, Sequence[Considered]]] = []
-    refused: list[InfeasiblePlanError] = []
-    model = configured(model, config)
-    modes = [config.mode]
-    if config.mode == "augtree" and not config.force:
-        modes += UNSHARED
-    for mode in modes:
-        if mode in UNSHARED and found and mode != config.mode:
-            shared, best = found[0][0].shape, min(item[1].seconds for item in found)
-            if unshared_least(shared, model, world, config) >= best:
-                continue
-        trees = step.trees(mode)
-        try:
-            plan, considered = explain(trees.shape, model, world, config, tree_groups=trees.tree_groups,
-                                       mode=mode)
-        except InfeasiblePlanError as error:
-            refused.append(error)
-        else:
-            found.append((trees, plan, considered or [_itself(plan)]))
-    if not found:
-        raise refused[0]
-    trees, plan, _ = min(found, key=lambda item: item[1].seconds)
-    every = sorted((c for _, _, part in found for c in part), key=lambda c: (not c.fits, c.time_ns))
-    return Chosen(step, model, config, trees, plan, every, time.perf_counter() - started)
+    found = planning_choose(step.trees, model, world, config)
+    took = time.perf_counter() - started
+    return Chosen(step, configured(model, config), config, found.trees, found.plan, found.considered, took)
 
 
 def alternatives(chosen: Chosen, modes: Sequence[str]) -> dict[str, Plan]:
@@ -101,8 +80,3 @@ def alternatives(chosen: Chosen, modes: Sequence[str]) -> dict[str, Plan]:
         except InfeasiblePlanError:
             continue  # its degree does not divide the pool
     return plans
-
-
-def _itself(plan: Plan) -> Considered:
-    """A baseline's only candidate."""
-    return Considered(f"{plan.mode}: {plan.note}", round(plan.seconds * 1e9), plan.peak_bytes, True)
