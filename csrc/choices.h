@@ -1,5 +1,10 @@
 // The choices that are tried for a job: the twin of planning/choices.py, candidate by candidate.
+//
+// An estimate asks for the cheapest offer alone. So what cannot be cheaper even if nothing is recomputed is left
+// out there, and so are repetitions; what is to be settled needs every offer.
 #pragma once
+
+#include <deque>
 
 #include "priced.h"
 
@@ -11,32 +16,41 @@ constexpr i64 kEveryRank = 0;
 // The choices for some nodes on a block of some ranks, each priced by its heaviest ranks: see planning/choices.py.
 class Search {
 public:
-    Search(Jobs& jobs, const Nodes& nodes, i64 width) : jobs_(jobs), o_(jobs.options), width_(width) {
+    enum Aim { kCheapest, kEvery };
+
+    Search(Jobs& jobs, const Nodes& nodes, i64 width, Aim aim) : jobs_(jobs), o_(jobs.options), width_(width), aim_(aim) {
         jobs.split_inner(nodes, inner_, leaves_);
         const bool tree = !inner_.empty() && !leaves_.empty();
         if (width < o_.least) return;
+        estimates_.emplace(jobs, inner_, leaves_, width);
+        ways_ = ways();
         if (o_.fused || !tree) fused();
         if (tree && asks_for_waves()) phased();
     }
+    Search(const Search&) = delete;
 
     std::vector<Choice> worth_settling() const {
-        std::vector<Offer> order = offers_, fitting, near;
-        std::stable_sort(order.begin(), order.end(), [](const Offer& a, const Offer& b) { return a.cost < b.cost; });
-        for (const Offer& offer : order) {
-            if (offer.peak <= o_.room) {
+        std::vector<const Offer*> order, fitting, near;
+        for (const Offer& offer : offers_) order.push_back(&offer);
+        std::stable_sort(order.begin(), order.end(), [](const Offer* a, const Offer* b) { return a->cost < b->cost; });
+        for (const Offer* offer : order) {
+            if (offer->peak <= o_.room) {
                 if (fitting.size() < kTries) fitting.push_back(offer);
-            } else if (offer.peak <= o_.room + o_.room / 16 && near.size() < kTries) {
+            } else if (offer->peak <= o_.room + o_.room / 16 && near.size() < kTries) {
                 near.push_back(offer);
             }
         }
         fitting.insert(fitting.end(), near.begin(), near.end());
-        if (!offers_.empty()) fitting.push_back(leanest(offers_));
+        if (!offers_.empty()) {
+            fitting.push_back(&*std::min_element(offers_.begin(), offers_.end(),
+                                                 [](const Offer& a, const Offer& b) { return a.peak < b.peak; }));
+        }
         std::vector<Choice> worth;
-        for (const Offer& offer : fitting) {
+        for (const Offer* offer : fitting) {
             const bool known = std::any_of(worth.begin(), worth.end(), [&](const Choice& c) {
-                return c.fields() == offer.choice.fields();
+                return c.fields() == offer->choice.fields();
             });
-            if (!known) worth.push_back(offer.choice);
+            if (!known) worth.push_back(offer->choice);
         }
         return worth;
     }
@@ -50,17 +64,21 @@ private:
         i64 pieces;
     };
 
-    static const Offer& leanest(const std::vector<Offer>& offers) {
-        return *std::min_element(offers.begin(), offers.end(),
-                                 [](const Offer& a, const Offer& b) { return a.peak < b.peak; });
-    }
+    // What was tried: so many times, with these offers each time.
+    struct Tried {
+        Choice choice;
+        Offers offers;
+        int times;
+    };
 
     bool consider(const Offer& offer) {
-        offers_.push_back(offer);
+        if (aim_ == kEvery) offers_.push_back(offer);
         if (offer.peak > o_.room || (best && offer.cost >= best->cost)) return false;
         best = offer;
         return true;
     }
+
+    bool too_dear(i64 least_cost) const { return aim_ == kCheapest && best && least_cost >= best->cost; }
 
     bool asks_for_waves() const {
         if (o_.phased != 1) return o_.phased == 2;
@@ -76,6 +94,7 @@ private:
         if (width_ == 1) return {{1, 0}};
         i64 total = 0, longest = 0;
         std::vector<i64> costs;
+        costs.reserve(leaves_.size());
         for (int node : inner) total += jobs_.row_cost(node);
         for (int node : leaves_) {
             costs.push_back(jobs_.row_cost(node));
@@ -112,7 +131,9 @@ private:
 
     void fused() {
         for (const auto& [lane, wide] : lanes(inner_)) {
-            for (const Way& way : ways()) {
+            const TypicalRows rows = estimates_->fused(lane, wide);
+            if (best && aim_ == kCheapest && least_cost(rows) >= best->cost) continue;
+            for (const Way& way : ways_) {
                 Choice choice;
                 choice.degree = width_;
                 choice.primitive = way.primitive;
@@ -120,23 +141,36 @@ private:
                 choice.node_ranks = way.hop;
                 choice.lane_degree = lane;
                 choice.wide = wide;
-                if (all_hides(choice)) break;
+                if (all_hides(choice, rows)) break;
             }
         }
     }
 
-    bool all_hides(Choice choice) {
+    // What a fused pass of some rows costs if it moves nothing: no way to move them is cheaper.
+    i64 least_cost(const TypicalRows& rows) const {
+        PassSpec p;
+        p.primitive = GATHER_KV;
+        TypicalLoads loads = rows.loads(p);
+        for (RankLoad& x : loads.ranks) x.kv_in = x.kv_out = x.kv_far_in = x.kv_far_out = x.messages = 0;
+        return least_cost(PassPrice(jobs_.constants, loads.ranks, loads.count, 0, p, false));
+    }
+
+    i64 least_cost(const PassPrice& price) const {
+        const i64 least = price.least_time();
+        return jobs_.cost(least, least);
+    }
+
+    bool all_hides(Choice choice, const TypicalRows& rows) {
         bool hidden = false;
         for (bool keep : {true, false}) {
             if (!keep && !o_.lean) break;
             choice.keep = keep;
-            const Priced priced(jobs_, inner_, leaves_, choice, &memo_);
-            if (keep) hidden = priced.first().hidden();
-            const Offer offer = priced.offers()[0];
-            if (consider(offer)) {
-                const auto [forward, backward] = priced.first().time({jobs_.constants.layers, 0});
-                unrepeated_ = forward + backward;
-            }
+            const PassPrice price = estimates_->price(rows, spec_of(choice, kFused), false);
+            if (keep) hidden = price.hidden();
+            // Giving up what was received costs no less.
+            if (too_dear(least_cost(price))) break;
+            const Offer offer = fused_offer(jobs_, choice, price);
+            if (consider(offer)) unrepeated_ = price.least_time();
             if (width_ == 1 || (offer.peak <= o_.room && !repeats(offer.choice))) break;
         }
         return hidden;
@@ -149,78 +183,108 @@ private:
 
     void phased() {
         const bool several = jobs_.constants.stages > 1;
-        std::vector<Offer> tried, more;
+        std::vector<Tried> seeds, more;
+        const Offer *cheap[2] = {nullptr, nullptr}, *lean[2] = {nullptr, nullptr};  // of gathers, of queries sent
+        std::deque<Tried> tried;
         for (std::size_t i = 0; i < (several ? o_.chunks.size() : 1); ++i) {
-            for (const Choice& choice : waves(o_.chunks[i])) attempt(choice, tried);
-        }
-        if (tried.empty()) return;
-        std::vector<Offer> seeds;
-        for (const bool queries : {false, true}) {
-            const Offer *lean = nullptr, *cheap = nullptr;
-            for (const Offer& offer : tried) {
-                if ((offer.choice.primitive == MOVE_Q) != queries) continue;
-                if (!lean || offer.peak < lean->peak) lean = &offer;
-                if (offer.peak <= o_.room && (!cheap || offer.cost < cheap->cost)) cheap = &offer;
-            }
-            if (lean) seeds.push_back(*lean);
-            if (cheap) seeds.push_back(*cheap);
-        }
-        for (const Offer& seed : seeds) {
-            for (std::size_t i = 1; !several && i < o_.chunks.size(); ++i) {
-                Choice choice = seed.choice;
-                choice.chunks = o_.chunks[i];
-                attempt(choice, more);
-            }
-            const std::vector<Way> all = ways();
-            for (std::size_t i = 1; i < all.size(); ++i) {
-                Choice choice = seed.choice;
-                if (choice.primitive == MOVE_Q && !all[i].hop) {
-                    choice.pieces = all[i].primitive == MOVE_KV ? width_ - 1 : all[i].pieces;
-                    attempt(choice, more);
-                } else if (choice.primitive == GATHER_KV) {
-                    choice.primitive = all[i].primitive;
-                    choice.pieces = all[i].pieces;
-                    choice.node_ranks = all[i].hop;
-                    attempt(choice, more);
+            for (const Choice& choice : waves(o_.chunks[i])) {
+                const bool queries = choice.primitive == MOVE_Q;
+                tried.push_back({choice, first_offers(choice, cheap[queries]), 1});
+                for (const Offer& offer : tried.back().offers) {
+                    consider(offer);
+                    if (!lean[queries] || offer.peak < lean[queries]->peak) lean[queries] = &offer;
+                    const bool fits = offer.peak <= o_.room;
+                    if (fits && (!cheap[queries] || offer.cost < cheap[queries]->cost)) cheap[queries] = &offer;
                 }
             }
         }
-        if (o_.lean && width_ > 1 && !best) {
-            std::vector<Offer> fat = seeds;
-            fat.insert(fat.end(), more.begin(), more.end());
-            for (const Offer& seed : fat) {
+        for (const bool queries : {false, true}) {
+            for (const Offer* offer : {lean[queries], cheap[queries]}) {
+                if (offer) seeds.push_back({offer->choice, {{*offer}, 1}, 1});
+            }
+        }
+        for (std::size_t i = 0; i < seeds.size(); ++i) {
+            if (aim_ == kCheapest && i > 0 && same_passes(seeds[i].choice, seeds[i - 1].choice)) continue;
+            if (!several) other_chunks(seeds[i].choice, more);
+            other_ways(seeds[i].choice, more);
+        }
+        seeds.insert(seeds.end(), more.begin(), more.end());
+        if (o_.lean && width_ > 1) {
+            const std::vector<Tried> fat = seeds;
+            for (const Tried& seed : fat) {
                 Choice choice = seed.choice;
                 choice.keep = 0;
-                attempt(choice, more);
+                attempt(choice, seed.times * seed.offers.count, seeds);
             }
         }
         if (!o_.offload || !jobs_.constants.has_host) return;
-        seeds.insert(seeds.end(), more.begin(), more.end());
-        std::vector<Offer> rested;
-        for (const Offer& seed : seeds) {
+        std::vector<Tried> rested;
+        for (const Tried& seed : seeds) {
             Choice choice = seed.choice;
             choice.offload = 1;
-            attempt(choice, rested);
+            attempt(choice, seed.times * seed.offers.count, rested);
         }
     }
 
-    void attempt(const Choice& choice, std::vector<Offer>& into) {
-        for (const Offer& offer : Priced(jobs_, inner_, leaves_, choice, &memo_).offers()) {
-            consider(offer);
-            into.push_back(offer);
+    // Offers of prefill and waves. A cost matters that may be the lowest, of all or of its primitive.
+    Offers first_offers(const Choice& choice, const Offer* cheap) {
+        const Phased phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice));
+        const i64 least = phased.least_cost();
+        return phased.offers(!(too_dear(least) && cheap && least >= cheap->cost));
+    }
+
+    static bool same_passes(const Choice& a, const Choice& b) {
+        return a.chunks == b.chunks && a.waves == b.waves && a.primitive == b.primitive && a.pieces == b.pieces &&
+               a.node_ranks == b.node_ranks && a.lane_degree == b.lane_degree && a.wide == b.wide;
+    }
+
+    void other_chunks(const Choice& seed, std::vector<Tried>& into) {
+        for (std::size_t i = 1; i < o_.chunks.size(); ++i) {
+            Choice choice = seed;
+            choice.chunks = o_.chunks[i];
+            attempt(choice, 1, into);
+        }
+    }
+
+    void other_ways(const Choice& seed, std::vector<Tried>& into) {
+        for (std::size_t i = 1; i < ways_.size(); ++i) {
+            const Way& way = ways_[i];
+            Choice choice = seed;
+            if (choice.primitive == MOVE_Q && !way.hop) {
+                choice.pieces = way.primitive == MOVE_KV ? width_ - 1 : way.pieces;
+                attempt(choice, 1, into);
+            } else if (choice.primitive == GATHER_KV) {
+                choice.primitive = way.primitive;
+                choice.pieces = way.pieces;
+                choice.node_ranks = way.hop;
+                attempt(choice, 1, into);
+            }
+        }
+    }
+
+    // Tries a choice so many times, as the twin does for each offer of a seed: how often an offer stands in the
+    // list of what may be settled counts there.
+    void attempt(const Choice& choice, int times, std::vector<Tried>& into) {
+        const Phased phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice));
+        if (too_dear(phased.least_cost())) return;
+        if (aim_ == kCheapest) times = 1;
+        into.push_back({choice, phased.offers(true), times});
+        const Offers offers = into.back().offers;
+        for (int i = 0; i < times; ++i) {
+            for (const Offer& offer : offers) consider(offer);
         }
     }
 
     std::vector<Choice> waves(i64 chunks) const {
         std::vector<Choice> found;
-        const std::vector<Way> all = ways();
         std::vector<i64> counts;
         for (i64 waves : o_.waves) {
             const i64 count = std::min(waves, static_cast<i64>(leaves_.size()));
             if (std::find(counts.begin(), counts.end(), count) == counts.end()) counts.push_back(count);
         }
+        const std::vector<std::pair<i64, i64>> lay = lanes({});
         for (i64 waves : counts) {
-            for (const auto& [lane, wide] : lanes({})) {
+            for (const auto& [lane, wide] : lay) {
                 Choice choice;
                 choice.degree = width_;
                 choice.phased = 1;
@@ -228,9 +292,9 @@ private:
                 choice.waves = waves;
                 choice.lane_degree = lane;
                 choice.wide = wide;
-                for (const Way& way : all) {
+                for (const Way& way : ways_) {
                     if (!o_.gather && width_ > 1) break;
-                    if (way.primitive != all[0].primitive || way.pieces != all[0].pieces) continue;
+                    if (way.primitive != ways_[0].primitive || way.pieces != ways_[0].pieces) continue;
                     Choice gather = choice;
                     gather.primitive = way.primitive;
                     gather.pieces = way.pieces;
@@ -248,19 +312,19 @@ private:
     }
 
     bool queries_are_few(i64 waves) const {
-        i64 leaves = 0, spine = 0;
-        for (int node : leaves_) leaves += jobs_.forest.rows[node];
-        for (int node : inner_) spine += jobs_.forest.rows[node];
         const Constants& c = jobs_.constants;
+        const i64 leaves = rows_of(jobs_.forest, leaves_), spine = rows_of(jobs_.forest, inner_);
         return leaves * (c.query + c.attended) <= 4 * waves * spine * c.kv;
     }
 
     Jobs& jobs_;
     const Options& o_;
     i64 width_;
+    Aim aim_;
     Nodes inner_, leaves_;
+    std::vector<Way> ways_;
+    std::optional<Estimates> estimates_;
     std::vector<Offer> offers_;
-    Memo memo_;
     i64 unrepeated_ = 0;
 };
 

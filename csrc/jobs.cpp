@@ -16,12 +16,17 @@ i64 cost_of(const std::vector<Job>& jobs) {
 
 }  // namespace
 
-std::optional<Offer> Jobs::estimate(const Nodes& nodes, i64 width) { return Search(*this, nodes, width).best; }
+std::optional<Offer> Jobs::estimate(const Nodes& nodes, i64 width) {
+    return Search(*this, nodes, width, Search::kCheapest).best;
+}
 
 std::optional<Offer> Jobs::best(const Nodes& nodes, i64 width) {
     std::optional<Offer> best;
-    for (const Choice& choice : Search(*this, nodes, width).worth_settling()) {
-        const Offer offer = settle(nodes, choice);
+    Nodes inner, leaves;
+    split_inner(nodes, inner, leaves);
+    Counted counted(*this, inner, leaves);
+    for (const Choice& choice : Search(*this, nodes, width, Search::kEvery).worth_settling()) {
+        const Offer offer = cheapest(counted.offers(choice));
         if (offer.peak <= options.room) {
             if (!best || offer.cost < best->cost) best = offer;
         } else if (!leanest || offer.peak < leanest->peak) {
@@ -34,7 +39,11 @@ std::optional<Offer> Jobs::best(const Nodes& nodes, i64 width) {
 Offer Jobs::settle(const Nodes& nodes, const Choice& choice) {
     Nodes inner, leaves;
     split_inner(nodes, inner, leaves);
-    const std::vector<Offer> offers = Priced(*this, inner, leaves, choice, nullptr).offers();
+    return cheapest(Counted(*this, inner, leaves).offers(choice));
+}
+
+// Of a choice's offers: one that fits, if any.
+Offer Jobs::cheapest(const Offers& offers) const {
     return *std::min_element(offers.begin(), offers.end(), [&](const Offer& a, const Offer& b) {
         const bool fat = a.peak > options.room, fatter = b.peak > options.room;
         return fat != fatter ? fat < fatter : a.cost < b.cost;
@@ -49,15 +58,6 @@ void Jobs::split_inner(const Nodes& nodes, Nodes& inner, Nodes& leaves) {
     for (int node : nodes) {
         if (forest.parents[node] >= 0) mark_[forest.parents[node]] = 0;
     }
-}
-
-Offer Jobs::offer(const std::vector<std::pair<i64, i64>>& times, i64 peak, const Choice& choice) const {
-    i64 time = 0, slot = 0;
-    for (const auto& [forward, backward] : times) {
-        time += forward + backward;
-        slot = std::max(slot, forward + backward);
-    }
-    return {time + slot * (constants.stages - 1) * options.slot_weight / 16, time, slot, peak, choice};
 }
 
 i64 Jobs::ideal(const Nodes& nodes, i64 ranks) const {
@@ -96,25 +96,6 @@ std::vector<Nodes> Jobs::waves_of(const Nodes& leaves, i64 waves) const {
     return dealt;
 }
 
-std::vector<Nodes> Jobs::copies_of(const Nodes& nodes, i64 copies) {
-    Nodes inner, leaves;
-    split_inner(nodes, inner, leaves);
-    copies = std::min(copies, static_cast<i64>(leaves.size()));
-    if (copies < 2) return {nodes};
-    std::vector<Nodes> parts = waves_of(leaves, copies);
-    for (Nodes& part : parts) {
-        Nodes chain;
-        for (int leaf : part) {
-            chain.push_back(leaf);
-            chain.insert(chain.end(), forest.ancestors[leaf].begin(), forest.ancestors[leaf].end());
-        }
-        std::sort(chain.begin(), chain.end());
-        chain.erase(std::unique(chain.begin(), chain.end()), chain.end());
-        part = std::move(chain);
-    }
-    return parts;
-}
-
 const std::optional<std::vector<Job>>& Jobs::tree_jobs(int first, int end, i64 width) {
     auto [at, fresh] = trees_.try_emplace({first, end, width});
     if (fresh) {
@@ -140,31 +121,50 @@ std::vector<std::vector<i64>> Jobs::table(
     return rows;
 }
 
+// Parts of a tree beside each other, where all of them cost less than `below`. The one that costs most at the least
+// comes first: it is the likeliest to rule the others out.
+std::optional<std::vector<Job>> Jobs::in_parts(std::vector<Nodes> parts, i64 width, i64 below) {
+    std::vector<std::pair<i64, std::size_t>> order;
+    for (std::size_t i = 0; i < parts.size(); ++i) order.push_back({-floor(parts[i], width), i});
+    std::sort(order.begin(), order.end());
+    if (-order[0].first >= below) return std::nullopt;
+    std::vector<Job> jobs(parts.size());
+    for (std::size_t k = 0; k < order.size(); ++k) {
+        const std::size_t i = order[k].second, before = order[k ? k - 1 : 0].second;
+        const bool again = k && order[k].first == order[k - 1].first && alike(parts[i], jobs[before].nodes);
+        const auto offer = again ? std::optional(jobs[before].offer) : estimate(parts[i], width);
+        if (!offer || offer->cost >= below) return std::nullopt;
+        jobs[i] = {std::move(parts[i]), static_cast<i64>(i) * width, *offer};
+    }
+    return jobs;
+}
+
+// Whether two jobs' nodes, one by one, have the same rows below the same parents: then they cost the same.
+bool Jobs::alike(const Nodes& a, const Nodes& b) const {
+    if (a.size() != b.size()) return false;
+    const auto above = [&](const Nodes& nodes, std::size_t i) {
+        const int parent = forest.parents[nodes[i]];
+        const auto at = std::lower_bound(nodes.begin(), nodes.end(), parent);
+        return at != nodes.end() && *at == parent ? at - nodes.begin() : -1;
+    };
+    for (std::size_t i = 0; i < a.size(); ++i) {
+        const int x = a[i], y = b[i];
+        if (forest.rows[x] != forest.rows[y] || forest.scored[x] != forest.scored[y] ||
+            forest.starts[x] != forest.starts[y] || above(a, i) != above(b, i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 std::optional<std::vector<Job>> Jobs::with_copies(const Nodes& nodes, i64 width) {
     std::optional<std::vector<Job>> best;
-    if (options.copies < 2) {
+    if (options.copies < 2 && !(options.limit && options.limit < width)) {
         if (const auto whole = estimate(nodes, width)) best = std::vector<Job>{{nodes, 0, *whole}};
     }
-    Nodes inner, leaves;
-    split_inner(nodes, inner, leaves);
-    std::vector<i64> counts;
-    if (options.copies > 1 && width % options.copies == 0) counts.push_back(options.copies);
-    const i64 most = std::min(width, static_cast<i64>(leaves.size()));
-    for (i64 copies = 2; !options.copies && !inner.empty() && copies <= most; copies *= 2) {
-        if (width % copies == 0) counts.push_back(copies);
-    }
-    for (i64 copies : counts) {
-        const std::vector<Nodes> parts = copies_of(nodes, copies);
-        i64 least = 0;
-        for (const Nodes& part : parts) least = std::max(least, floor(part, width / copies));
-        if (best && least >= cost_of(*best)) continue;
-        std::vector<Job> jobs;
-        for (std::size_t i = 0; i < parts.size(); ++i) {
-            const auto offer = estimate(parts[i], width / copies);
-            if (!offer) break;
-            jobs.push_back({parts[i], static_cast<i64>(i) * (width / copies), *offer});
-        }
-        if (jobs.size() == parts.size() && (!best || cost_of(jobs) < cost_of(*best))) best = jobs;
+    for (i64 copies : copies(nodes, width)) {
+        auto jobs = in_parts(copies_of(nodes, copies), width / copies, best ? cost_of(*best) : INT64_MAX);
+        if (jobs) best = std::move(jobs);
     }
     return best;
 }

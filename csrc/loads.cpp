@@ -9,131 +9,160 @@ namespace {
 
 using Mask = std::vector<std::uint64_t>;
 
+// Without a table or an instruction that not every machine has.
+int bits(std::uint64_t x) {
+    x -= x >> 1 & 0x5555555555555555u;
+    x = (x & 0x3333333333333333u) + (x >> 2 & 0x3333333333333333u);
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0Fu;
+    return static_cast<int>(x * 0x0101010101010101u >> 56);
+}
+
 void set(std::uint64_t* mask, int rank) { mask[rank >> 6] |= std::uint64_t{1} << (rank & 63); }
+void unset(std::uint64_t* mask, int rank) { mask[rank >> 6] &= ~(std::uint64_t{1} << (rank & 63)); }
 bool test(const std::uint64_t* mask, int rank) { return mask[rank >> 6] >> (rank & 63) & 1; }
 i64 count(const std::uint64_t* mask, int words) {
-    i64 bits = 0;
-    for (int w = 0; w < words; ++w) bits += __builtin_popcountll(mask[w]);
-    return bits;
-}
-i64 shared(const std::uint64_t* a, const std::uint64_t* b, int words) {
-    i64 bits = 0;
-    for (int w = 0; w < words; ++w) bits += __builtin_popcountll(a[w] & b[w]);
-    return bits;
+    i64 found = 0;
+    for (int w = 0; w < words; ++w) found += bits(mask[w]);
+    return found;
 }
 
 }  // namespace
 
-// Keys of one node in some placements; see loads._Keys.
-struct PassRows::Keys {
-    struct Key {
-        i64 hi, lo;
-        int rank;
-    };
-    std::vector<Key> spans;
-    std::vector<i64> held, group;
-    std::vector<i64> below;  // [machine node][i], prefix sums over the sorted spans
-};
-
 PassRows::PassRows(
-    const Forest& f, const Constants& c, Placement placement, std::vector<const Placement*> states, i64 start)
-    : f_(f), c_(c), placement_(std::move(placement)), states_(std::move(states)),
-      world_(static_cast<int>(placement_.size())), words_((world_ + 63) / 64), local_(f.rows.size(), -1) {
-    i64 before = -1;
+    const Forest& f, const Constants& c, const Placement& placement, std::vector<const Placement*> states, i64 start)
+    : f_(f), c_(c), placement_(placement), states_(std::move(states)), world_(static_cast<int>(placement_.size())),
+      words_((world_ + 63) / 64), none_(words_, 0) {
     for (int rank = 0; rank < world_; ++rank) {
         const i64 number = (start + rank) / c.node_ranks;
-        if (number != before) mates_.emplace_back(words_, 0);
-        before = number;
-        node_of_.push_back(static_cast<int>(mates_.size()) - 1);
-        set(mates_.back().data(), rank);
+        if (machines_.empty() || number != (start + rank - 1) / c.node_ranks) machines_.push_back({rank, rank, {}});
+        machines_.back().end = rank + 1;
+        node_of_.push_back(static_cast<int>(machines_.size()) - 1);
     }
-    machine_nodes_ = static_cast<int>(mates_.size());
+    for (Machine& m : machines_) {
+        m.ranks.assign(words_, 0);
+        for (int rank = m.first; rank < m.end; ++rank) set(m.ranks.data(), rank);
+    }
+    machine_nodes_ = static_cast<int>(machines_.size());
+    limits();
     index();
+    readers();
     basic();
 }
 
+// How many of a machine node's ranks are in a mask.
+i64 PassRows::of_machine(const std::uint64_t* mask, const Machine& m) const {
+    i64 found = 0;
+    for (int w = m.first >> 6; w <= (m.end - 1) >> 6; ++w) found += bits(mask[w] & m.ranks[w]);
+    return found;
+}
+
+// The lowest and the highest node that is held or above one that is: arrays by node have these only.
+void PassRows::limits() {
+    int lowest = static_cast<int>(f_.rows.size()), highest = -1;
+    const auto look = [&](const Placement& held) {
+        for (const auto& spans : held) {
+            for (const Span& s : spans) {
+                const std::vector<int>& above = f_.ancestors[s.node];
+                lowest = std::min(lowest, above.empty() ? s.node : above.front());
+                highest = std::max(highest, s.node);
+            }
+        }
+    };
+    look(placement_);
+    for (const Placement* state : states_) look(*state);
+    lowest_ = lowest;
+    local_.assign(std::max(highest - lowest + 1, 0), -1);
+}
+
+// What every rank holds and sees, nodes numbered as they come.
 void PassRows::index() {
     const auto number = [&](int node) {
-        if (local_[node] < 0) {
-            local_[node] = nodes_++;
+        int& known = local_[node - lowest_];
+        if (known < 0) {
+            known = nodes_++;
             forest_node_.push_back(node);
         }
-        return local_[node];
+        return known;
     };
-    own_.resize(world_);
-    last_.resize(world_);
-    whole_.resize(world_);
-    std::vector<int> stamp(f_.rows.size(), -1);
-    before_last_.resize(world_);
-    std::vector<i64> sizes;  // of each node's last span
+    std::vector<int> stamp(local_.size(), -1);
     for (int rank = 0; rank < world_; ++rank) {
-        sizes.clear();
+        const std::size_t first = own_.size();
+        own_at_.push_back(first);
+        whole_at_.push_back(whole_.size());
         for (const Span& s : placement_[rank]) {
             const int i = number(s.node);
-            if (own_[rank].empty() || own_[rank].back().first != i) {
-                own_[rank].push_back({i, 0});
-                last_[rank].push_back({i, 0});
-                sizes.push_back(0);
+            if (own_.size() == first || own_.back().index != i) {
+                own_.push_back({i, false, 0, 0, 0});
                 for (int a : f_.ancestors[s.node]) {
-                    if (stamp[a] != rank) {
-                        stamp[a] = rank;
-                        whole_[rank].push_back(number(a));
+                    if (stamp[a - lowest_] != rank) {
+                        stamp[a - lowest_] = rank;
+                        whole_.push_back(number(a));
                     }
                 }
             }
-            own_[rank].back().second += s.hi - s.lo;
-            last_[rank].back().second = s.lo;
-            sizes.back() = s.hi - s.lo;
+            Own& own = own_.back();
+            own.rows += s.hi - s.lo;
+            own.far = s.lo;
+            own.last = s.hi - s.lo;
         }
-        // Cut nodes only, each with its rows before the last span.
-        std::size_t kept = 0;
-        for (std::size_t k = 0; k < own_[rank].size(); ++k) {
-            if (stamp[forest_node_[own_[rank][k].first]] == rank) continue;
-            last_[rank][kept++] = last_[rank][k];
-            before_last_[rank].push_back(own_[rank][k].second - sizes[k]);
+        for (std::size_t k = first; k < own_.size(); ++k) {
+            own_[k].partly = stamp[forest_node_[own_[k].index] - lowest_] != rank;
         }
-        last_[rank].resize(kept);
     }
-    seen_whole_.assign(nodes_, Mask(words_, 0));
-    std::vector<std::vector<std::pair<i64, int>>> partly(nodes_);
-    for (int rank = 0; rank < world_; ++rank) {
-        for (int i : whole_[rank]) set(seen_whole_[i].data(), rank);
-        for (const auto& [i, far] : last_[rank]) partly[i].push_back({far, rank});
+    own_at_.push_back(own_.size());
+    whole_at_.push_back(whole_.size());
+}
+
+// [index] ranks that see a part of a node, by how far down; and all ranks that see its keys from there on.
+void PassRows::readers() {
+    Mask whole(static_cast<std::size_t>(nodes_) * words_, 0);
+    reader_at_.assign(nodes_ + 1, 0);
+    for (const Own& own : own_) reader_at_[own.index + 1] += own.partly;
+    for (int i = 0; i < nodes_; ++i) reader_at_[i + 1] += reader_at_[i];
+    readers_.resize(reader_at_[nodes_]);
+    std::vector<std::size_t> next(reader_at_.begin(), reader_at_.end() - 1);
+    // Of a node in zigzag the last rank sees least.
+    for (int rank = world_ - 1; rank >= 0; --rank) {
+        for (std::size_t k = whole_at_[rank]; k < whole_at_[rank + 1]; ++k) set(&whole[whole_[k] * words_], rank);
+        for (std::size_t k = own_at_[rank]; k < own_at_[rank + 1]; ++k) {
+            const Own& own = own_[k];
+            if (own.partly) readers_[next[own.index]++] = {own.far, own.rows - own.last, rank};
+        }
     }
-    ends_.resize(nodes_);
-    below_.resize(nodes_);
+    seen_.resize((readers_.size() + nodes_) * words_);
+    seen_count_.resize(readers_.size() + nodes_);
     for (int i = 0; i < nodes_; ++i) {
-        auto& order = partly[i];
-        std::sort(order.begin(), order.end());
-        const int n = static_cast<int>(order.size());
-        below_[i].assign(static_cast<std::size_t>(n + 1) * words_, 0);
-        for (int k = n - 1; k >= 0; --k) {
-            std::copy_n(&below_[i][(k + 1) * words_], words_, &below_[i][k * words_]);
-            set(&below_[i][k * words_], order[k].second);
+        const auto first = readers_.begin() + reader_at_[i], end = readers_.begin() + reader_at_[i + 1];
+        const auto nearer = [](const Reader& a, const Reader& b) { return a.far < b.far; };
+        if (!std::is_sorted(first, end, nearer)) std::sort(first, end, nearer);
+        std::uint64_t* mask = &seen_[(reader_at_[i + 1] + i) * words_];
+        std::copy_n(&whole[static_cast<std::size_t>(i) * words_], words_, mask);
+        i64 viewers = count(mask, words_);
+        seen_count_[reader_at_[i + 1] + i] = viewers;
+        for (std::size_t k = reader_at_[i + 1]; k-- > reader_at_[i];) {
+            std::copy_n(mask, words_, mask - words_);
+            mask -= words_;
+            viewers += !test(mask, readers_[k].rank);
+            set(mask, readers_[k].rank);
+            seen_count_[k + i] = viewers;
         }
-        for (const auto& [far, rank] : order) ends_[i].push_back(far);
     }
 }
 
-// Ranks with a query that sees a span of keys.
-std::uint64_t* PassRows::viewers(const Span& s, std::uint64_t* into) const {
-    const int i = local_[s.node];
-    if (i < 0) {
-        std::fill_n(into, words_, 0);
-        return into;
-    }
-    const auto& ends = ends_[i];
-    const std::size_t k = std::lower_bound(ends.begin(), ends.end(), s.hi) - ends.begin();
-    for (int w = 0; w < words_; ++w) into[w] = seen_whole_[i][w] | below_[i][k * words_ + w];
-    return into;
+// Ranks with a query that sees a span of keys, and how many they are.
+PassRows::Viewers PassRows::viewers(const Span& s) const {
+    const int i = local_[s.node - lowest_];
+    if (i < 0) return {none_.data(), 0};
+    const auto first = readers_.begin() + reader_at_[i], end = readers_.begin() + reader_at_[i + 1];
+    const auto from = std::lower_bound(first, end, s.hi, [](const Reader& x, i64 hi) { return x.far < hi; });
+    const std::size_t at = static_cast<std::size_t>(from - readers_.begin()) + i;
+    return {&seen_[at * words_], seen_count_[at]};
 }
 
 void PassRows::basic() {
     std::vector<i64> holders(nodes_, 0);
-    for (const auto& own : own_) {
-        for (const auto& [i, rows] : own) holders[i] += 1;
-    }
-    std::vector<i64> mine(f_.rows.size(), 0), held(f_.rows.size(), 0);
+    for (const Own& own : own_) holders[own.index] += 1;
+    std::vector<i64> mine(local_.size(), 0), held(local_.size(), 0);
     basic_.resize(world_);
     for (int rank = 0; rank < world_; ++rank) {
         RankLoad& x = basic_[rank];
@@ -141,173 +170,226 @@ void PassRows::basic() {
             x.scored += std::min(f_.scored[s.node], s.hi - s.lo);
             x.pairs += f_.area(s.node, s.lo, s.hi);
         }
-        for (const auto& [i, rows] : own_[rank]) mine[forest_node_[i]] = rows;
+        const Own *first = own_.data() + own_at_[rank], *end = own_.data() + own_at_[rank + 1];
+        for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = own->rows;
         for (const Placement* state : states_) {
-            for (const Span& s : (*state)[rank]) held[s.node] += s.hi - s.lo;
-        }
-        std::vector<char> cut(own_[rank].size(), 0);
-        std::size_t at = 0;
-        for (std::size_t k = 0; k < own_[rank].size(); ++k) {
-            const int i = own_[rank][k].first;
-            if (at < last_[rank].size() && last_[rank][at].first == i) {
-                cut[k] = holders[i] > 1;
-                ++at;
-            }
+            for (const Span& s : (*state)[rank]) held[s.node - lowest_] += s.hi - s.lo;
         }
         i64 below = 0;
-        for (std::size_t k = 0; k < own_[rank].size(); ++k) {
-            const auto& [i, rows] = own_[rank][k];
-            const int node = forest_node_[i];
+        for (const Own* own = first; own != end; ++own) {
+            const i64 rows = own->rows;
+            const int node = forest_node_[own->index];
             x.rows += rows;
             below += f_.parents[node] >= 0 ? rows : 0;
             x.diagonal += rows * std::min(rows, c_.tile_rows) / 2;
             x.triangle += rows * (rows + 1) / 2;
             i64 seen = 0;
-            for (int a : f_.ancestors[node]) seen += mine[a] + held[a];
+            for (int a : f_.ancestors[node]) seen += mine[a - lowest_] + held[a - lowest_];
             x.early += rows * seen;
-            if (f_.inner[node]) x.early += rows * (rows + 1) / 2 + rows * held[node];
-            x.tiles_a_source += cut[k];
-            x.merged_a_source += cut[k] ? rows : 0;
+            if (f_.inner[node]) x.early += rows * (rows + 1) / 2 + rows * held[node - lowest_];
+            const bool cut = own->partly && holders[own->index] > 1;
+            x.tiles_a_source += cut;
+            x.merged_a_source += cut ? rows : 0;
         }
-        const i64 shared_nodes = std::min<i64>(static_cast<i64>(whole_[rank].size()), 2);
-        x.tiles = static_cast<i64>(own_[rank].size()) + shared_nodes;
+        const i64 shared_nodes = std::min<i64>(static_cast<i64>(whole_at_[rank + 1] - whole_at_[rank]), 2);
+        x.tiles = (end - first) + shared_nodes;
         x.tiles_a_source += shared_nodes;
         x.merged = x.rows + below;
         x.merged_a_source += below;
-        for (const auto& [i, rows] : own_[rank]) mine[forest_node_[i]] = 0;
+        for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = 0;
         for (const Placement* state : states_) {
-            for (const Span& s : (*state)[rank]) held[s.node] = 0;
+            for (const Span& s : (*state)[rank]) held[s.node - lowest_] = 0;
         }
     }
+}
+
+// Keys of every node that is seen, of some placements; see loads._Keys.
+struct PassRows::Keys {
+    struct Key {
+        i64 hi, rows;
+        int rank;
+    };
+    std::vector<Key> all;           // by node, then by end
+    std::vector<std::size_t> at;    // [index] where a node's begin
+    std::vector<i64> group, total;  // [index, machine node], [index] rows
+};
+
+PassRows::Keys PassRows::keys_of(const std::vector<const Placement*>& kinds) const {
+    Keys keys;
+    keys.at.assign(nodes_ + 1, 0);
+    keys.group.assign(static_cast<std::size_t>(nodes_) * machine_nodes_, 0);
+    keys.total.assign(nodes_, 0);
+    for (const Placement* kind : kinds) {
+        for (int rank = 0; rank < world_; ++rank) {
+            for (const Span& s : (*kind)[rank]) {
+                const int i = local_[s.node - lowest_];
+                if (i < 0) continue;
+                keys.at[i + 1] += 1;
+                keys.group[static_cast<std::size_t>(i) * machine_nodes_ + node_of_[rank]] += s.hi - s.lo;
+                keys.total[i] += s.hi - s.lo;
+            }
+        }
+    }
+    for (int i = 0; i < nodes_; ++i) keys.at[i + 1] += keys.at[i];
+    keys.all.resize(keys.at[nodes_]);
+    std::vector<std::size_t> next(keys.at.begin(), keys.at.end() - 1);
+    // The order of zigzag chunks: all but the last of each rank upwards, the last ones downwards.
+    for (auto kind = kinds.rbegin(); kind != kinds.rend(); ++kind) {
+        for (const bool last : {false, true}) {
+            for (int k = 0; k < world_; ++k) {
+                const int rank = last ? world_ - 1 - k : k;
+                const std::vector<Span>& spans = (**kind)[rank];
+                for (std::size_t j = 0; j < spans.size(); ++j) {
+                    const Span& s = spans[j];
+                    const int i = local_[s.node - lowest_];
+                    if (i < 0 || last != (j + 1 == spans.size() || spans[j + 1].node != s.node)) continue;
+                    keys.all[next[i]++] = {s.hi, s.hi - s.lo, rank};
+                }
+            }
+        }
+    }
+    for (int i = 0; i < nodes_; ++i) {
+        const auto first = keys.all.begin() + keys.at[i], end = keys.all.begin() + keys.at[i + 1];
+        const auto sooner = [](const Keys::Key& a, const Keys::Key& b) { return a.hi < b.hi; };
+        if (reader_at_[i] < reader_at_[i + 1] && !std::is_sorted(first, end, sooner)) std::sort(first, end, sooner);
+    }
+    return keys;
 }
 
 void PassRows::gather(std::vector<RankLoad>& out, bool with_states) {
     std::vector<const Placement*> kinds{&placement_};
     if (with_states) kinds.insert(kinds.end(), states_.begin(), states_.end());
-    std::vector<Keys> keys(nodes_);
-    for (const Placement* kind : kinds) {
-        for (int rank = 0; rank < world_; ++rank) {
-            for (const Span& s : (*kind)[rank]) {
-                if (local_[s.node] >= 0) keys[local_[s.node]].spans.push_back({s.hi, s.lo, rank});
-            }
-        }
-    }
+    received(out, kinds);
+    sent(out, kinds);
+}
+
+void PassRows::received(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const {
+    const Keys keys = keys_of(kinds);
+    std::vector<i64> near(world_, 0), far(world_, 0), below(machine_nodes_);
+    // Nodes of which a rank sees a part: keys up to there, ranks by how far they see.
     for (int i = 0; i < nodes_; ++i) {
-        Keys& k = keys[i];
-        k.held.assign(world_, 0);
-        k.group.assign(machine_nodes_, 0);
-        for (const auto& x : k.spans) {
-            k.held[x.rank] += x.hi - x.lo;
-            k.group[node_of_[x.rank]] += x.hi - x.lo;
-        }
-        if (ends_[i].empty()) continue;
-        std::sort(k.spans.begin(), k.spans.end(), [](const auto& a, const auto& b) {
-            return std::tie(a.hi, a.lo, a.rank) < std::tie(b.hi, b.lo, b.rank);
-        });
-        const std::size_t n = k.spans.size();
-        k.below.assign((n + 1) * machine_nodes_, 0);
-        for (std::size_t j = 0; j < n; ++j) {
-            for (int g = 0; g < machine_nodes_; ++g) {
-                const i64 rows = node_of_[k.spans[j].rank] == g ? k.spans[j].hi - k.spans[j].lo : 0;
-                k.below[(j + 1) * machine_nodes_ + g] = k.below[j * machine_nodes_ + g] + rows;
+        std::fill(below.begin(), below.end(), 0);
+        i64 all = 0;
+        std::size_t at = keys.at[i];
+        for (std::size_t k = reader_at_[i]; k < reader_at_[i + 1]; ++k) {
+            const Reader& reader = readers_[k];
+            for (; at < keys.at[i + 1] && keys.all[at].hi <= reader.far; ++at) {
+                below[node_of_[keys.all[at].rank]] += keys.all[at].rows;
+                all += keys.all[at].rows;
             }
-        }
-    }
-    std::vector<i64> totals(nodes_, 0);
-    for (int i = 0; i < nodes_; ++i) {
-        for (i64 rows : keys[i].group) totals[i] += rows;
-    }
-    Mask mask(words_), reached(words_);
-    for (int rank = 0; rank < world_; ++rank) {
-        const int home = node_of_[rank];
-        i64 near = 0, far = 0;
-        for (int i : whole_[rank]) {
-            near += keys[i].group[home] - keys[i].held[rank];
-            far += totals[i] - keys[i].group[home];
-        }
-        std::size_t at = 0;
-        for (const auto& [i, down] : last_[rank]) {
-            const Keys& k = keys[i];
-            const std::size_t n = std::upper_bound(k.spans.begin(), k.spans.end(), down,
-                                                   [](i64 value, const auto& x) { return value < x.hi; }) -
-                                  k.spans.begin();
-            i64 mine = before_last_[rank][at++];  // the rank's own rows that end there
+            i64 mine = reader.before;
             for (std::size_t state = 1; state < kinds.size(); ++state) {
-                for (const Span& s : (*kinds[state])[rank]) {
-                    if (local_[s.node] == i && s.hi <= down) mine += s.hi - s.lo;
+                for (const Span& s : (*kinds[state])[reader.rank]) {
+                    if (s.node == forest_node_[i] && s.hi <= reader.far) mine += s.hi - s.lo;
                 }
             }
-            i64 all = 0;
-            for (int g = 0; g < machine_nodes_; ++g) all += k.below[n * machine_nodes_ + g];
-            near += k.below[n * machine_nodes_ + home] - mine;
-            far += all - k.below[n * machine_nodes_ + home];
+            const i64 home = below[node_of_[reader.rank]];
+            near[reader.rank] += home - mine;
+            far[reader.rank] += all - home;
         }
+    }
+    // Nodes that it sees whole.
+    std::vector<int> stamp(nodes_, -1);
+    for (int rank = 0; rank < world_; ++rank) {
+        for (std::size_t k = whole_at_[rank]; k < whole_at_[rank + 1]; ++k) {
+            const int i = whole_[k];
+            const i64 home = keys.group[static_cast<std::size_t>(i) * machine_nodes_ + node_of_[rank]];
+            stamp[i] = rank;
+            near[rank] += home;
+            far[rank] += keys.total[i] - home;
+        }
+        for (const Placement* kind : kinds) {
+            for (const Span& s : (*kind)[rank]) {
+                const int i = local_[s.node - lowest_];
+                if (i >= 0 && stamp[i] == rank) near[rank] -= s.hi - s.lo;
+            }
+        }
+        out[rank].kv_in = near[rank] + far[rank];
+        out[rank].kv_far_in = far[rank];
+    }
+}
+
+void PassRows::sent(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const {
+    Mask reached(words_);
+    for (int rank = 0; rank < world_; ++rank) {
         RankLoad& x = out[rank];
-        x.kv_in = near + far;
-        x.kv_far_in = far;
+        const Machine& home = machines_[node_of_[rank]];
+        bool everyone = false;
         std::fill(reached.begin(), reached.end(), 0);
         for (const Placement* kind : kinds) {
             for (const Span& s : (*kind)[rank]) {
-                viewers(s, mask.data());
-                mask[rank >> 6] &= ~(std::uint64_t{1} << (rank & 63));
-                for (int w = 0; w < words_; ++w) reached[w] |= mask[w];
-                const i64 all = count(mask.data(), words_), here = shared(mask.data(), mates_[home].data(), words_);
-                x.kv_out += (s.hi - s.lo) * all;
-                x.kv_far_out += (s.hi - s.lo) * (all - here);
+                const Viewers seen = viewers(s);
+                const i64 here = seen.count == world_ ? home.end - home.first : of_machine(seen.mask, home);
+                x.kv_out += (s.hi - s.lo) * (seen.count - test(seen.mask, rank));
+                x.kv_far_out += (s.hi - s.lo) * (seen.count - here);
+                everyone = everyone || seen.count == world_;
+                for (int w = 0; w < words_ && !everyone; ++w) reached[w] |= seen.mask[w];
             }
         }
-        x.messages = count(reached.data(), words_);
+        unset(reached.data(), rank);
+        x.messages = everyone ? world_ - 1 : count(reached.data(), words_);
     }
 }
 
 // Keys cross to another node once, to a relay, which hands them on there: see loads._handed_on. What a rank wants
 // from far comes from a relay of its node instead, unless it is the relay itself.
 void PassRows::handed_on(std::vector<RankLoad>& out) {
-    std::vector<std::vector<int>> ranks_of(machine_nodes_);
-    std::vector<int> place(world_);
-    for (int rank = 0; rank < world_; ++rank) {
-        place[rank] = static_cast<int>(ranks_of[node_of_[rank]].size());
-        ranks_of[node_of_[rank]].push_back(rank);
-    }
     for (RankLoad& x : out) {
         x.kv_out -= x.kv_far_out;  // what goes to its own node
         x.kv_far_in = x.kv_far_out = 0;
     }
     std::vector<const Placement*> kinds{&placement_};
     kinds.insert(kinds.end(), states_.begin(), states_.end());
-    std::vector<Mask> first(world_, Mask(words_, 0)), then = first;
-    Mask seen(words_);
-    for (const Placement* kind : kinds) {
-        for (int src = 0; src < world_; ++src) {
-            const int home = node_of_[src];
+    Mask first(static_cast<std::size_t>(world_) * words_, 0), then = first;
+    for (int src = 0; src < world_; ++src) {
+        // What everyone sees goes the same way.
+        i64 everyone = 0;
+        const std::uint64_t* all = nullptr;
+        for (const Placement* kind : kinds) {
             for (const Span& s : (*kind)[src]) {
-                const i64 size = s.hi - s.lo;
-                viewers(s, seen.data());
-                seen[src >> 6] &= ~(std::uint64_t{1} << (src & 63));
-                for (int w = 0; w < words_; ++w) first[src][w] |= seen[w] & mates_[home][w];
-                for (int node = 0; node < machine_nodes_; ++node) {
-                    if (node == home) continue;
-                    const std::vector<int>& ranks = ranks_of[node];
-                    const int low = ranks.front() >> 6, words = (ranks.back() >> 6) - low + 1;
-                    const i64 wanting = shared(&seen[low], &mates_[node][low], words);
-                    if (!wanting) continue;
-                    const int relay = ranks[place[src] % ranks.size()];
-                    const i64 itself = test(seen.data(), relay);
-                    out[src].kv_out += size;
-                    out[src].kv_far_out += size;
-                    out[relay].kv_far_in += size;
-                    out[relay].kv_in += itself ? 0 : size;  // otherwise it was counted
-                    out[relay].kv_out += size * (wanting - itself);
-                    set(first[src].data(), relay);
-                    for (int w = low; w < low + words; ++w) then[relay][w] |= seen[w] & mates_[node][w];
+                const Viewers seen = viewers(s);
+                if (seen.count == world_) {
+                    everyone += s.hi - s.lo;
+                    all = seen.mask;
+                } else if (seen.count) {
+                    relay(src, s.hi - s.lo, seen.mask, out, first.data(), then.data());
                 }
             }
         }
+        if (all) relay(src, everyone, all, out, first.data(), then.data());
     }
     for (int rank = 0; rank < world_; ++rank) {
-        then[rank][rank >> 6] &= ~(std::uint64_t{1} << (rank & 63));
-        out[rank].messages = count(first[rank].data(), words_) + count(then[rank].data(), words_);
+        std::uint64_t *mine = &first[static_cast<std::size_t>(rank) * words_], *on = &then[static_cast<std::size_t>(rank) * words_];
+        unset(mine, rank);
+        unset(on, rank);
+        out[rank].messages = count(mine, words_) + count(on, words_);
     }
+}
+
+// Some rows of a rank on their way to those who see them; the masks say whom ranks send to: at first, and handing on.
+void PassRows::relay(int src, i64 rows, const std::uint64_t* seen, std::vector<RankLoad>& out, std::uint64_t* first,
+                     std::uint64_t* then) const {
+    const Machine& home = machines_[node_of_[src]];
+    std::uint64_t* mine = first + static_cast<std::size_t>(src) * words_;
+    for (int w = home.first >> 6; w <= (home.end - 1) >> 6; ++w) mine[w] |= seen[w] & home.ranks[w];
+    i64 crossings = 0;
+    for (const Machine& machine : machines_) {
+        if (&machine == &home) continue;
+        const i64 wanting = of_machine(seen, machine);
+        if (!wanting) continue;
+        const int relay = machine.first + (src - home.first) % (machine.end - machine.first);
+        const bool itself = test(seen, relay);
+        RankLoad& x = out[relay];
+        crossings += 1;
+        x.kv_far_in += rows;
+        x.kv_in += itself ? 0 : rows;  // otherwise it was counted
+        x.kv_out += rows * (wanting - itself);
+        set(mine, relay);
+        std::uint64_t* on = then + static_cast<std::size_t>(relay) * words_;
+        for (int w = machine.first >> 6; w <= (machine.end - 1) >> 6; ++w) on[w] |= seen[w] & machine.ranks[w];
+    }
+    out[src].kv_out += rows * crossings;
+    out[src].kv_far_out += rows * crossings;
 }
 
 void PassRows::ring(std::vector<RankLoad>& out) {
@@ -361,13 +443,13 @@ void PassRows::move_q(std::vector<RankLoad>& out) {
             for (const Span& s : (*state)[holder]) total[s.node] = 0;
         }
     }
-    Mask receivers(words_), mask(words_);
+    Mask receivers(words_);
     for (int rank = 0; rank < world_; ++rank) {
         RankLoad& x = out[rank];
         std::fill(receivers.begin(), receivers.end(), 0);
         for (const Span& s : placement_[rank]) {
-            viewers(s, mask.data());
-            for (int w = 0; w < words_; ++w) receivers[w] |= mask[w];
+            const Viewers seen = viewers(s);
+            for (int w = 0; w < words_; ++w) receivers[w] |= seen.mask[w];
         }
         i64 come = 0, go = 0, back = 0;
         for (int other = 0; other < world_; ++other) {
@@ -382,7 +464,7 @@ void PassRows::move_q(std::vector<RankLoad>& out) {
             if (rows[other][rank]) set(receivers.data(), other);
             back += rows[rank][other] > 0;
         }
-        receivers[rank >> 6] &= ~(std::uint64_t{1} << (rank & 63));
+        unset(receivers.data(), rank);
         x.messages = count(receivers.data(), words_) + back;
         x.pairs += come - go;
         x.visiting = come;

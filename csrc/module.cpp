@@ -10,15 +10,17 @@
 
 namespace py = pybind11;
 
-void bind_pricing(py::module_& module);  // pricing.cpp
+void bind_pricing(py::module_& module);   // pricing.cpp
+void bind_timeline(py::module_& module);  // timeline.cpp
 
 // planning/native.py holds the same number; a core with another number counts as absent. Raise both with every
 // change of what the core takes, gives or computes.
-constexpr int kVersion = 10;
+constexpr int kVersion = 12;
 
 PYBIND11_MODULE(_core, module) {
     module.doc() = "Twins of planning's integer functions; megatron_augtree/planning/native.py loads them.";
     module.attr("VERSION") = kVersion;
     bind_joint(module);
     bind_pricing(module);
+    bind_timeline(module);
 }

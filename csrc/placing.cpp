@@ -23,20 +23,37 @@ std::vector<int> by_weight(const std::vector<i64>& weights) {
     return order;
 }
 
-int least(const std::vector<i64>& loads) {
-    return static_cast<int>(std::min_element(loads.begin(), loads.end()) - loads.begin());
-}
-
 }  // namespace
 
 std::vector<int> longest_first(const std::vector<i64>& weights, const std::vector<i64>& loads) {
-    std::vector<i64> current = loads;
+    LeastLoaded bins(loads);
     std::vector<int> where(weights.size(), 0);
-    for (int item : by_weight(weights)) {
-        where[item] = least(current);
-        current[where[item]] += weights[item];
-    }
+    for (int item : by_weight(weights)) where[item] = bins.add(weights[item]);
     return where;
+}
+
+LeastLoaded::LeastLoaded(std::vector<i64> loads) : loads_(std::move(loads)), heap_(loads_.size()) {
+    std::iota(heap_.begin(), heap_.end(), 0);
+    for (std::size_t at = heap_.size() / 2; at-- > 0;) sift(at);
+}
+
+int LeastLoaded::add(i64 weight) {
+    const int bin = heap_.front();
+    loads_[bin] += weight;
+    sift(0);
+    return bin;
+}
+
+void LeastLoaded::sift(std::size_t at) {
+    const int moved = heap_[at];
+    while (2 * at + 1 < heap_.size()) {
+        std::size_t child = 2 * at + 1;
+        if (child + 1 < heap_.size() && before(heap_[child + 1], heap_[child])) ++child;
+        if (!before(heap_[child], moved)) break;
+        heap_[at] = heap_[child];
+        at = child;
+    }
+    heap_[at] = moved;
 }
 
 namespace {
@@ -92,19 +109,23 @@ std::vector<i64> level(const std::vector<i64>& loads, i64 amount) {
     std::vector<int> order(loads.size());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return loads[a] < loads[b]; });
-    std::vector<i64> shares(loads.size(), 0);
+    std::vector<i64> rises(loads.size(), 0), shares(loads.size(), 0);  // rises: of the first i + 1 together
     i64 left = amount, height = loads.empty() ? 0 : loads[order[0]];
-    for (std::size_t count = 1; count <= order.size(); ++count) {
+    for (std::size_t count = 1; count <= order.size() && left; ++count) {
         const bool top = count == order.size();
         const i64 ceiling = top ? 0 : loads[order[count]];
         const i64 even = left / static_cast<i64>(count);
         const i64 rise = top ? even : std::min(ceiling - height, even);
-        for (std::size_t i = 0; i < count; ++i) shares[order[i]] += rise;
+        rises[count - 1] = rise;
         left -= rise * static_cast<i64>(count);
         height += rise;
         if (!top && height < ceiling) break;
     }
-    for (i64 i = 0; i < left; ++i) shares[order[i]] += 1;
+    i64 share = 0;
+    for (std::size_t i = order.size(); i-- > 0;) {
+        share += rises[i];
+        shares[order[i]] = share + (static_cast<i64>(i) < left);
+    }
     return shares;
 }
 

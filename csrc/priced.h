@@ -3,207 +3,358 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <map>
+#include <unordered_map>
 
-#include "pricing.h"
+#include "typical.h"
 
 namespace augtree {
 
 constexpr Pair kNothing{0, 0};
 
-using Prices = std::vector<PassPrice>;
-using Key = std::array<i64, 9>;
+// Passes of one kind: a fused one, a spine's chunks, or waves.
+struct Group {
+    std::vector<PassPrice> prices;
+    Demand demand{};            // of all of them: together, or of waves in turn
+    i64 time = 0, longest = 0;  // of all of them and of the longest, whatever the pair, at the least
 
-// What the choices of one search have in common: rows by how they lie, prices by how they move, too.
-struct Memo {
-    std::map<Key, std::vector<TypicalRows>> rows;
-    std::map<Key, Prices> prices;
+    void finish(bool in_turn) {
+        for (std::size_t i = 0; i < prices.size(); ++i) {
+            const Demand one = prices[i].demand();
+            demand = i == 0 ? one : in_turn ? demand.in_turn(one) : demand.together(one);
+            const i64 least = prices[i].least_time();
+            time += least;
+            longest = std::max(longest, least);
+        }
+    }
 };
 
-// The passes of a choice with their prices: see planning/priced.py. With a memo by the heaviest ranks, without by all.
-class Priced {
+enum Part { kFused, kSpine, kWaves };
+
+// How a pass of a choice moves what.
+inline PassSpec spec_of(const Choice& choice, Part part) {
+    PassSpec p;
+    // A spine's keys are gathered where its waves send queries.
+    p.primitive = static_cast<int>(part != kWaves && choice.primitive == MOVE_Q ? i64{GATHER_KV} : choice.primitive);
+    p.pieces = choice.pieces;
+    p.node_ranks = choice.node_ranks;
+    p.keep = choice.keep;
+    p.prefetch = choice.prefetch && part == kWaves;
+    p.offload = choice.offload && part == kSpine;
+    return p;
+}
+
+// The (first row, end) of the chunks that some inner nodes' rows are cut into.
+inline std::vector<std::pair<i64, i64>> chunks_of(i64 rows, i64 chunks) {
+    chunks = std::max<i64>(1, std::min(chunks, rows));
+    std::vector<std::pair<i64, i64>> found;
+    for (i64 i = 0; i < chunks; ++i) found.push_back({rows * i / chunks, rows * (i + 1) / chunks});
+    return found;
+}
+
+inline i64 rows_of(const Forest& f, const Nodes& nodes) {
+    i64 rows = 0;
+    for (int node : nodes) rows += f.rows[node];
+    return rows;
+}
+
+// One or two offers of a choice.
+struct Offers {
+    Offer made[2];
+    int count = 0;
+    Offer* begin() { return made; }
+    Offer* end() { return made + count; }
+    const Offer* begin() const { return made; }
+    const Offer* end() const { return made + count; }
+};
+
+// What a fused pass offers with the recompute pair that fits.
+inline Offer fused_offer(const Jobs& jobs, const Choice& choice, const PassPrice& price) {
+    const Pair pair = jobs.pair(price.demand(), jobs.options.room).value_or(kNothing);
+    Choice made = choice;
+    made.keep_layers = jobs.said(pair).whole;
+    made.keep_attention = jobs.said(pair).attention;
+    const auto [forward, backward] = price.time(pair);
+    return jobs.offer(forward + backward, forward + backward, price.peak(pair), made);
+}
+
+// What a phased choice offers.
+class Phased {
 public:
-    Priced(Jobs& jobs, const Nodes& inner, const Nodes& leaves, const Choice& choice, Memo* memo)
-        : jobs_(jobs), inner_(inner), leaves_(leaves), choice_(choice), memo_(memo),
-          fused_(!choice.phased || inner.empty() || leaves.empty()) {
-        const i64 gather = choice.primitive == MOVE_Q ? i64{GATHER_KV} : choice.primitive;
-        spine_ = known(fused_ ? kFused : kSpine, gather);
-        if (!fused_) replays_ = known(kReplays, choice.primitive);
-    }
-    Priced(const Priced&) = delete;
+    Phased(const Jobs& jobs, const Choice& choice, const Group& spine, const Group& waves)
+        : jobs_(jobs), choice_(choice), spine_(spine), waves_(waves) {}
 
-    const PassPrice& first() const { return spine_->front(); }
-
-    std::vector<Offer> offers() const {
-        Demand kept = first().demand();
-        if (fused_) {
-            const Pair pair = jobs_.pair(kept, jobs_.options.room).value_or(kNothing);
-            Choice made = choice_;
-            made.keep_layers = jobs_.said(pair).whole;
-            made.keep_attention = jobs_.said(pair).attention;
-            return {jobs_.offer({first().time(pair)}, first().peak(pair), made)};
-        }
-        for (std::size_t i = 1; i < spine_->size(); ++i) kept = kept.together((*spine_)[i].demand());
-        Demand turn = replays_->front().demand();
-        for (std::size_t i = 1; i < replays_->size(); ++i) turn = turn.in_turn((*replays_)[i].demand());
-        std::vector<Offer> found;
-        for (const auto& [first, second] : pairs(kept, turn)) found.push_back(phased_offer(first, second));
-        return found;
+    // What no pair makes less.
+    i64 least_cost() const {
+        return jobs_.cost(spine_.time + waves_.time, std::max(spine_.longest, waves_.longest));
     }
 
-private:
-    enum Part { kFused, kSpine, kReplays };
-
-    // Prices of one kind of pass of the choice.
-    const Prices* known(Part part, i64 primitive) {
-        PassSpec p;
-        p.primitive = static_cast<int>(primitive);
-        p.pieces = choice_.pieces;
-        p.node_ranks = choice_.node_ranks;
-        p.keep = choice_.keep;
-        p.prefetch = choice_.prefetch && part == kReplays;
-        p.offload = choice_.offload && part == kSpine;
-        if (!memo_) {
-            own_[part] = exact(part, p);
-            return &own_[part];
-        }
-        const i64 split = part == kFused ? 1 : part == kSpine ? choice_.chunks : choice_.waves;
-        const i64 lane = part == kSpine ? 1 : choice_.lane_degree, wide = part == kSpine ? 0 : choice_.wide;
-        const Key lies{part, split, lane, wide};
-        const Key moves{part, split, lane, wide, p.primitive, p.pieces, p.node_ranks,
-                        p.keep + 2 * p.prefetch + 4 * p.offload};
-        auto [at, fresh] = memo_->prices.try_emplace(moves);
-        if (fresh) {
-            auto [rows, unknown] = memo_->rows.try_emplace(lies);
-            if (unknown) rows->second = typical(part);
-            for (const TypicalRows& x : rows->second) {
-                at->second.emplace_back(jobs_.constants, x.loads(p), p, part == kSpine);
-            }
-        }
-        return &at->second;
-    }
-
-    Lanes lanes(const Nodes& inner, const Nodes& leaves) const {
-        return {inner, leaves, choice_.degree, choice_.lane_degree,
-                std::min(choice_.wide, static_cast<i64>(leaves.size()))};
-    }
-
-    std::vector<Lanes> runs() const {
-        i64 total = 0;
-        for (int node : inner_) total += jobs_.forest.rows[node];
-        const i64 chunks = std::max<i64>(1, std::min(choice_.chunks, total));
-        std::vector<Lanes> found;
-        for (i64 i = 0; i < chunks; ++i) {
-            found.push_back({inner_, {}, choice_.degree, 1, 0, total * i / chunks, total * (i + 1) / chunks});
-        }
-        return found;
-    }
-
-    std::vector<TypicalRows> typical(Part part) const {
-        std::vector<TypicalRows> found;
-        const auto add = [&](const Lanes& lay, i64 state_rows, i64 state_nodes) {
-            Lay made{{}, lay.leaves, lay.width, lay.lane_degree, lay.wide, state_rows, state_nodes};
-            i64 start = 0;
-            for (int node : lay.inner) {
-                const i64 rows = jobs_.forest.rows[node];
-                const i64 lo = lay.hi < 0 ? 0 : std::max<i64>(lay.lo - start, 0);
-                const i64 hi = lay.hi < 0 ? rows : std::min(lay.hi - start, rows);
-                if (lo < hi || lay.hi < 0) made.inner.push_back({node, lo, hi});
-                start += rows;
-            }
-            found.emplace_back(jobs_.forest, jobs_.constants, std::move(made), jobs_.options.unit);
-        };
-        if (part == kFused) {
-            add(lanes(inner_, leaves_), 0, 0);
-        } else if (part == kSpine) {
-            for (const Lanes& run : runs()) add(run, run.lo, 0);
-        } else {
-            i64 total = 0;
-            for (int node : inner_) total += jobs_.forest.rows[node];
-            for (const Nodes& wave : jobs_.waves_of(leaves_, choice_.waves)) {
-                add(lanes({}, wave), total, static_cast<i64>(inner_.size()));
-            }
-        }
-        return found;
-    }
-
-    Prices exact(Part part, const PassSpec& p) {
-        const Constants& c = jobs_.constants;
-        const i64 unit = jobs_.options.unit;
-        Prices found;
-        const auto add = [&](Placement placement, const std::vector<const Placement*>& reads) {
-            found.emplace_back(c, PassRows(jobs_.forest, c, std::move(placement), reads, 0).loads(p), p, part == kSpine);
-        };
-        if (part == kFused) {
-            add(place(jobs_.forest, lanes(inner_, leaves_), unit), {});
-            return found;
-        }
-        std::vector<const Placement*> reads;
-        if (part == kSpine) {
-            for (const Lanes& run : runs()) states_.push_back(place(jobs_.forest, run, unit));
-            for (const Placement& state : states_) {
-                add(state, reads);
-                reads.push_back(&state);
-            }
-            return found;
-        }
-        for (const Placement& state : states_) reads.push_back(&state);
-        for (const Nodes& wave : jobs_.waves_of(leaves_, choice_.waves)) {
-            add(place(jobs_.forest, lanes({}, wave), unit), reads);
-        }
-        return found;
-    }
-
-    std::vector<std::pair<Pair, Pair>> pairs(const Demand& kept, const Demand& turn) const {
+    // With the pairs that fit: either part takes what it can before the other. Where it is known that no cost as
+    // high as `least_cost` matters, that stands for the cost.
+    Offers offers(bool cost_matters) const {
+        const Demand &kept = spine_.demand, &turn = waves_.demand;
         const i64 room = jobs_.options.room;
         if (jobs_.options.whole != -1) {
             const Pair same = jobs_.pair(kept, room).value_or(kNothing);
-            return {{same, same}};
+            return {{offer(same, same, cost_matters)}, 1};
         }
         const Pair wave = turn.fit(room - kept.kept(kNothing)).value_or(kNothing);
-        const Pair first = kept.beside(turn.peak(kNothing)).fit(room).value_or(kNothing);
-        return {{kept.beside(turn.peak(wave)).fit(room).value_or(kNothing), wave},
-                {first, turn.fit(room - kept.kept(first)).value_or(kNothing)}};
+        const Pair first = spine_pair(kept.beside(turn.peak(kNothing)));
+        const Pair rest = spine_pair(kept.beside(turn.peak(wave)));
+        const Pair last = turn.fit(room - kept.kept(first)).value_or(kNothing);
+        return {{offer(rest, wave, cost_matters), offer(first, last, cost_matters)}, 2};
     }
 
-    Offer phased_offer(Pair own, Pair wave) const {
-        std::vector<std::pair<i64, i64>> times;
-        std::vector<i64> alive(first().lines.size(), 0);
-        i64 peak = 0;
-        for (const PassPrice& price : *spine_) {
-            times.push_back(price.time(own));
-            for (std::size_t i = 0; i < price.lines.size(); ++i) {
-                alive[i] += price.kept(price.lines[i], own);
-                peak = std::max(peak, alive[i] + price.work(price.lines[i], own));
-            }
+private:
+    // What fits, or, where it rests in host memory, what copies there leave worth keeping.
+    Pair spine_pair(const Demand& kept) const {
+        const i64 room = jobs_.options.room;
+        if (spine_.prices.front().offloads()) {
+            Copied copied{kept.layers};
+            for (const PassPrice& price : spine_.prices) copied.add(price.copied());
+            const Pair best = copied.best();
+            if (kept.peak(best) <= room) return best;
         }
-        for (const PassPrice& price : *replays_) {
-            times.push_back(price.time(wave));
-            for (std::size_t i = 0; i < price.lines.size(); ++i) {
-                // One rank stands for all of an even spine, two may for a wave.
-                const i64 below = alive[std::min(i, alive.size() - 1)];
-                const Line& x = price.lines[i];
-                peak = std::max(peak, below + price.kept(x, wave) + price.work(x, wave));
-            }
-        }
+        return kept.fit(room).value_or(kNothing);
+    }
+
+    Offer offer(Pair own, Pair wave, bool cost_matters) const {
         Choice made = choice_;
         made.keep_layers = jobs_.said(own).whole;
         made.keep_attention = jobs_.said(own).attention;
         made.wave_layers = jobs_.said(wave).whole;
         made.wave_attention = jobs_.said(wave).attention;
-        return jobs_.offer(times, peak, made);
+        if (!cost_matters) return {least_cost(), 0, 0, peak(own, wave), made};
+        i64 time = 0, longest = 0;
+        for (const auto& [group, pair] : {std::pair(&spine_, own), std::pair(&waves_, wave)}) {
+            for (const PassPrice& price : group->prices) {
+                const auto [forward, backward] = price.time(pair);
+                time += forward + backward;
+                longest = std::max(longest, forward + backward);
+            }
+        }
+        return jobs_.offer(time, longest, peak(own, wave), made);
     }
 
-    Jobs& jobs_;
+    i64 peak(Pair own, Pair wave) const {
+        const std::size_t ranks = spine_.prices.front().lines.size();
+        i64 peak = 0, one = 0;
+        std::vector<i64> several(ranks > 1 ? ranks : 0, 0);
+        i64* alive = ranks > 1 ? several.data() : &one;
+        for (const PassPrice& price : spine_.prices) {
+            for (std::size_t i = 0; i < ranks; ++i) {
+                const Line& x = price.lines[i];
+                alive[i] += price.kept(x, own);
+                peak = std::max(peak, alive[i] + price.work(x, own));
+            }
+        }
+        for (const PassPrice& price : waves_.prices) {
+            for (std::size_t i = 0; i < price.lines.size(); ++i) {
+                // One rank stands for all of an even spine, two may for a wave.
+                const Line& x = price.lines[i];
+                peak = std::max(peak, alive[std::min(i, ranks - 1)] + price.kept(x, wave) + price.work(x, wave));
+            }
+        }
+        return peak;
+    }
+
+    const Jobs& jobs_;
+    const Choice& choice_;
+    const Group& spine_;
+    const Group& waves_;
+};
+
+// The passes of one job's choices by its heaviest ranks, each kind priced once.
+class Estimates {
+public:
+    Estimates(const Jobs& jobs, const Nodes& inner, const Nodes& leaves, i64 width)
+        : jobs_(jobs), inner_(inner), leaves_(leaves), width_(width), inner_rows_(rows_of(jobs.forest, inner)),
+          block_(jobs.forest, jobs.constants, leaves, width, jobs.options.unit) {
+        for (int node : inner) spans_.push_back({node, 0, jobs.forest.rows[node]});
+    }
+
+    TypicalRows fused(i64 lane_degree, i64 wide) {
+        if (leaves_.empty()) return block_.spine(spans_, 0);
+        return block_.with_leaves(spans_, nullptr, lane_degree, std::min(wide, leaf_count()), 0, 0);
+    }
+
+    PassPrice price(const TypicalRows& rows, const PassSpec& p, bool provides) const {
+        const TypicalLoads loads = rows.loads(p);
+        return {jobs_.constants, loads.ranks, static_cast<std::size_t>(loads.count), loads.stages, p, provides};
+    }
+
+    const Group& spine(const Choice& choice) {
+        const PassSpec p = spec_of(choice, kSpine);
+        Group& group = groups_[{kSpine, choice.chunks, 1, 0, p.primitive, p.pieces, moves(p)}];
+        if (group.prices.empty()) {
+            for (const TypicalRows& rows : chunk_rows(choice.chunks)) group.prices.push_back(price(rows, p, true));
+            group.finish(false);
+        }
+        return group;
+    }
+
+    const Group& waves(const Choice& choice) {
+        const PassSpec p = spec_of(choice, kWaves);
+        Group& group = groups_[{kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p)}];
+        if (group.prices.empty()) {
+            for (const TypicalRows& rows : wave_rows(choice)) group.prices.push_back(price(rows, p, false));
+            group.finish(true);
+        }
+        return group;
+    }
+
+private:
+    using Key = std::array<i64, 7>;
+    struct Hash {
+        std::size_t operator()(const Key& key) const {
+            std::uint64_t mixed = 0;
+            for (i64 x : key) mixed = (mixed ^ static_cast<std::uint64_t>(x)) * 0x9E3779B97F4A7C15u;
+            return mixed >> 32;
+        }
+    };
+    template <class Value>
+    using Known = std::unordered_map<Key, Value, Hash>;
+
+    static i64 moves(const PassSpec& p) {
+        return (p.node_ranks ? 8 : 0) + 4 * p.keep + 2 * p.prefetch + p.offload;
+    }
+    i64 leaf_count() const { return static_cast<i64>(leaves_.size()); }
+
+    const std::vector<TypicalRows>& chunk_rows(i64 chunks) {
+        std::vector<TypicalRows>& found = rows_[{kSpine, chunks}];
+        if (!found.empty()) return found;
+        for (const auto& [lo, hi] : chunks_of(inner_rows_, chunks)) {
+            std::vector<Span> spans;
+            i64 start = 0;
+            for (const Span& s : spans_) {
+                const i64 first = std::max<i64>(lo - start, 0), last = std::min(hi - start, s.hi);
+                if (first < last) spans.push_back({s.node, first, last});
+                start += s.hi;
+            }
+            found.push_back(block_.spine(spans, lo));
+        }
+        return found;
+    }
+
+    const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
+        std::vector<TypicalRows>& found = rows_[{kWaves, choice.waves, choice.lane_degree, choice.wide}];
+        if (!found.empty()) return found;
+        for (const auto& [count, taken] : dealt(choice.waves)) {
+            found.push_back(block_.with_leaves({}, &taken, choice.lane_degree, std::min(choice.wide, count),
+                                               inner_rows_, static_cast<i64>(inner_.size())));
+        }
+        return found;
+    }
+
+    struct Wave {
+        i64 count;
+        std::vector<char> taken;  // [leaf by rows]
+    };
+
+    const std::vector<Wave>& dealt(i64 waves) {
+        for (const auto& [number, known] : dealt_) {
+            if (number == waves) return known;
+        }
+        std::vector<int> wave_of(jobs_.forest.rows.size());
+        const std::vector<Nodes> parts = jobs_.waves_of(leaves_, waves);
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            for (int node : parts[i]) wave_of[node] = static_cast<int>(i);
+        }
+        std::vector<Wave> made(parts.size());
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            made[i] = {static_cast<i64>(parts[i].size()), std::vector<char>(leaves_.size(), 0)};
+        }
+        const Nodes& order = block_.by_rows();
+        for (std::size_t i = 0; i < order.size(); ++i) made[wave_of[order[i]]].taken[i] = 1;
+        dealt_.push_back({waves, std::move(made)});
+        return dealt_.back().second;
+    }
+
+    const Jobs& jobs_;
     const Nodes& inner_;
     const Nodes& leaves_;
-    Choice choice_;
-    Memo* memo_;
-    bool fused_;
-    const Prices* spine_ = nullptr;
-    const Prices* replays_ = nullptr;
-    std::vector<Placement> states_;
-    Prices own_[3];
+    i64 width_, inner_rows_;
+    std::vector<Span> spans_;
+    TypicalBlock block_;
+    Known<std::vector<TypicalRows>> rows_;  // by how they lie
+    Known<Group> groups_;                   // and by how they move, too
+    std::vector<std::pair<i64, std::vector<Wave>>> dealt_;
+};
+
+// The choices of one job counted rank by rank. Rows that lie alike are placed and looked at once.
+class Counted {
+public:
+    Counted(const Jobs& jobs, const Nodes& inner, const Nodes& leaves) : jobs_(jobs), inner_(inner), leaves_(leaves) {}
+
+    Offers offers(const Choice& choice) {
+        if (!choice.phased || inner_.empty() || leaves_.empty()) {
+            return {{fused_offer(jobs_, choice, priced(fused(choice).front(), choice, kFused))}, 1};
+        }
+        Group spine, waves;
+        for (Pass& pass : chunks(choice)) spine.prices.push_back(priced(pass, choice, kSpine));
+        for (Pass& pass : this->waves(choice)) waves.prices.push_back(priced(pass, choice, kWaves));
+        spine.finish(false);
+        waves.finish(true);
+        return Phased(jobs_, choice, spine, waves).offers(true);
+    }
+
+private:
+    struct Pass {
+        Placement placement;
+        std::optional<PassRows> rows;
+    };
+    using Passes = std::deque<Pass>;  // rows keep on pointing at placements
+    using Key = std::array<i64, 6>;
+
+    Passes& fused(const Choice& choice) {
+        Passes& found = known_[{kFused, choice.degree, choice.lane_degree, choice.wide}];
+        if (found.empty()) add(found, lanes(choice, inner_, leaves_), {});
+        return found;
+    }
+
+    Passes& chunks(const Choice& choice) {
+        Passes& found = known_[{kSpine, choice.degree, choice.chunks}];
+        if (!found.empty()) return found;
+        std::vector<const Placement*> before;
+        for (const auto& [lo, hi] : chunks_of(rows_of(jobs_.forest, inner_), choice.chunks)) {
+            add(found, {inner_, {}, choice.degree, 1, 0, lo, hi}, before);
+            before.push_back(&found.back().placement);
+        }
+        return found;
+    }
+
+    Passes& waves(const Choice& choice) {
+        std::vector<const Placement*> prompt;
+        for (const Pass& pass : chunks(choice)) prompt.push_back(&pass.placement);
+        Passes& found =
+            known_[{kWaves, choice.degree, choice.lane_degree, choice.wide, choice.waves, choice.chunks}];
+        if (!found.empty()) return found;
+        for (const Nodes& wave : jobs_.waves_of(leaves_, choice.waves)) add(found, lanes(choice, {}, wave), prompt);
+        return found;
+    }
+
+    void add(Passes& into, const Lanes& lay, const std::vector<const Placement*>& reads) {
+        Pass& pass = into.emplace_back();
+        pass.placement = place(jobs_.forest, lay, jobs_.options.unit);
+        pass.rows.emplace(jobs_.forest, jobs_.constants, pass.placement, reads, 0);
+    }
+
+    static Lanes lanes(const Choice& choice, const Nodes& inner, const Nodes& leaves) {
+        return {inner, leaves, choice.degree, choice.lane_degree,
+                std::min(choice.wide, static_cast<i64>(leaves.size()))};
+    }
+
+    PassPrice priced(Pass& pass, const Choice& choice, Part part) const {
+        const PassSpec p = spec_of(choice, part);
+        const Loads loads = pass.rows->loads(p);
+        return {jobs_.constants, loads.ranks.data(), loads.ranks.size(), loads.stages, p, part == kSpine};
+    }
+
+    const Jobs& jobs_;
+    const Nodes& inner_;
+    const Nodes& leaves_;
+    std::map<Key, Passes> known_;
 };
 
 }  // namespace augtree

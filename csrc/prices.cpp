@@ -13,6 +13,7 @@ i64 padding(i64 pairs, i64 rows, i64 floor) {
 
 i64 exposed(i64 wire, i64 tiles, i64 first, i64 stages) {
     if (!stages) return 0;
+    if (stages == 1) return std::max<i64>(0, wire - first);
     const i64 piece = wire / stages, later = (tiles - first) / stages;
     return std::max<i64>(0, piece - first) + (stages - 1) * std::max<i64>(0, piece - later);
 }
@@ -32,15 +33,24 @@ i64 rows_ns(const Constants& c, i64 rows) {
     return c.linear.ns(rows + std::min<i64>(rows, 1) * c.half_rows) + c.beside.ns(rows);
 }
 
-// (one layer of one rank, traffic that nothing hides)
-std::pair<i64, i64> layer_ns(const Constants& c, const RankLoad& x, const PassSpec& p, i64 stages, bool backward) {
-    const i64 gemm = backward ? c.gemm_pct : 100, attention = backward ? c.attention_pct : 100;
-    const i64 linear = rows_ns(c, x.rows) * gemm / 100;
+// What a rank computes in a layer, forward; the backward's is a share of it.
+struct Work {
+    i64 linear, tiles, early, merge;
+};
+
+Work work_of(const Constants& c, const RankLoad& x) {
     const i64 own = std::max<i64>(x.pairs - x.visiting - x.triangle, 0);
     const i64 masked =
         x.diagonal + padding(own, x.rows, c.query_rows) + padding(x.visiting, x.q_in, c.query_rows);
-    const i64 tiles = (c.attention.ns(x.pairs + masked) + x.tiles * c.tile_ns) * attention / 100;
-    const i64 merge = c.merging.ns(x.merged);
+    return {rows_ns(c, x.rows), c.attention.ns(x.pairs + masked) + x.tiles * c.tile_ns, c.attention.ns(x.early),
+            c.merging.ns(x.merged)};
+}
+
+// (one layer of one rank, traffic that nothing hides)
+std::pair<i64, i64> layer_ns(
+    const Constants& c, const RankLoad& x, const Work& of, const PassSpec& p, i64 stages, bool backward) {
+    const i64 linear = backward ? of.linear * c.gemm_pct / 100 : of.linear;
+    const i64 tiles = backward ? of.tiles * c.attention_pct / 100 : of.tiles;
     i64 near = 0, far = 0;
     for (bool out : {true, false}) {
         const i64 across = bytes(c, x, out, backward, p.keep, true);
@@ -52,11 +62,11 @@ std::pair<i64, i64> layer_ns(const Constants& c, const RankLoad& x, const PassSp
     if (c.overlap && p.prefetch && !backward) {
         shown = std::max<i64>(0, wire - linear - tiles);
     } else if (c.overlap) {
-        const i64 first = c.attention.ns(x.early) * attention / 100;
+        const i64 first = backward ? of.early * c.attention_pct / 100 : of.early;
         shown = exposed(wire, tiles, std::min(first, tiles), stages);
     }
     const i64 fixed = stages * c.stage_ns + c.layer_ns * (backward ? 2 : 1);
-    return {linear + tiles + merge + shown + fixed, shown};
+    return {linear + tiles + of.merge + shown + fixed, shown};
 }
 
 }  // namespace
@@ -79,14 +89,32 @@ Demand Demand::beside(i64 bytes) const {
     return d;
 }
 
+// Every number of whole layers in turn, from all on. The layers with attention that still fit change by the same
+// quotient each time, and a carry. It ends where even attention of all other layers would gain no more.
 std::optional<Pair> Demand::fit(i64 room) const {
+    if (room >= peak({layers, 0}) && saved >= saved_attention) return Pair{layers, 0};
     std::optional<Pair> best;
-    i64 gain = -1;
+    i64 gain = -1, most = 0, rest = 0;
+    const bool steady = attention > 0 && whole >= 0;
+    const i64 quotient = steady ? whole / attention : 0, remainder = steady ? whole % attention : 0;
+    bool counted = false;
     for (i64 n = layers; n >= 0; --n) {
+        if (saved >= saved_attention && gain >= n * saved + (layers - n) * saved_attention) break;
         const i64 left = room - peak({n, 0});
         if (left < 0) continue;
-        const i64 rest = layers - n, kept = attention ? std::min(rest, left / attention) : rest;
-        const i64 gained = n * saved + kept * saved_attention;
+        if (!steady || !counted) {
+            most = attention ? left / attention : layers;
+            rest = attention ? left % attention : 0;
+            counted = n < layers;  // with all of them whole, less memory to work is needed
+        } else {
+            most += quotient;
+            rest += remainder;
+            if (rest >= attention) {
+                most += 1;
+                rest -= attention;
+            }
+        }
+        const i64 kept = std::min(layers - n, most), gained = n * saved + kept * saved_attention;
         if (gained > gain) {
             best = Pair{n, kept};
             gain = gained;
@@ -95,15 +123,41 @@ std::optional<Pair> Demand::fit(i64 room) const {
     return best;
 }
 
-PassPrice::PassPrice(const Constants& c, const Loads& loads, const PassSpec& p, bool provides)
-    : c_(c), offloads_(p.offload && c.has_host) {
-    for (const RankLoad& x : loads.ranks) {
-        Line line{};
-        const auto once = layer_ns(c, x, p, loads.stages, false), back = layer_ns(c, x, p, loads.stages, true);
+void Copied::add(const Copied& o) {
+    forward += o.forward, backward += o.backward, saved += o.saved, saved_attention += o.saved_attention;
+    fixed += o.fixed, whole += o.whole, attention += o.attention;
+}
+
+Pair Copied::best() const {
+    Pair best{layers, 0};
+    i64 least = INT64_MAX;
+    for (i64 n = layers; n >= 0; --n) {
+        const i64 rest = layers - n, copies = fixed + n * whole, back = backward - n * saved;
+        const i64 ahead = (forward - copies) / std::max<i64>(attention, 1);
+        const i64 behind = (back - copies) / std::max<i64>(attention + saved_attention, 1);
+        for (i64 found : {i64{0}, rest, ahead, behind}) {
+            const i64 kept = std::min(std::max<i64>(found, 0), rest), moved = copies + kept * attention;
+            const i64 time = std::max(forward, moved) + std::max(back - kept * saved_attention, moved);
+            if (time < least) {
+                best = Pair{n, kept};
+                least = time;
+            }
+        }
+    }
+    return best;
+}
+
+PassPrice::PassPrice(
+    const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p, bool provides)
+    : lines(count), c_(&c), offloads_(p.offload && c.has_host) {
+    for (Line& line : lines) {
+        const RankLoad& x = *ranks++;
+        const Work of = work_of(c, x);
+        const auto once = layer_ns(c, x, of, p, stages, false), back = layer_ns(c, x, of, p, stages, true);
         line.forward = line.again = once.first;
         line.backward = back.first;
         line.exposed = once.second + back.second;
-        line.again_rest = rows_ns(c, x.rows) + c.layer_ns;
+        line.again_rest = of.linear + c.layer_ns;
         const bool chunked = 0 < c.logit_rows && c.logit_rows < x.scored;
         line.vocabulary = c.vocabulary.ns(x.scored + std::min<i64>(x.scored, 1) * c.half_rows);
         line.vocabulary_back = line.vocabulary * (chunked ? 3 : 2);
@@ -118,16 +172,7 @@ PassPrice::PassPrice(const Constants& c, const Loads& loads, const PassSpec& p, 
         line.state_whole = provides && !p.offload ? x.rows * c.kv : 0;
         line.work = 9 * quarter + wire + chunk;
         line.work_again = 13 * quarter + wire + chunk;
-        lines.push_back(line);
     }
-}
-
-i64 PassPrice::resting(const Line& x, Pair pair) const {
-    return x.fixed + pair.whole * x.whole + pair.attention * x.attention;
-}
-
-i64 PassPrice::kept(const Line& x, Pair pair) const {
-    return (offloads_ ? 0 : resting(x, pair)) + x.state - pair.whole * x.state_whole;
 }
 
 i64 PassPrice::peak(Pair pair) const {
@@ -140,10 +185,22 @@ bool PassPrice::hidden() const {
     return std::none_of(lines.begin(), lines.end(), [](const Line& x) { return x.exposed; });
 }
 
+i64 PassPrice::least_time() const {
+    const i64 layers = (c_->layers + c_->stages - 1) / c_->stages;
+    i64 forward = 0, backward = 0;
+    for (const Line& x : lines) {
+        forward = std::max(forward, layers * x.forward + x.vocabulary);
+        backward = std::max(backward, layers * x.backward + x.vocabulary_back);
+    }
+    return forward + backward + 2 * c_->pass_ns;
+}
+
 std::pair<i64, i64> PassPrice::time(Pair pair) const {
-    const auto share = [&](i64 n) { return (n + c_.stages - 1) / c_.stages; };
-    const i64 layers = share(c_.layers), repeated = share(c_.layers - pair.whole);
-    const i64 attention = std::min(pair.attention / c_.stages, repeated), again = repeated - attention;
+    const i64 stages = c_->stages;
+    const auto share = [&](i64 n) { return stages == 1 ? n : (n + stages - 1) / stages; };
+    const i64 layers = share(c_->layers), repeated = share(c_->layers - pair.whole);
+    const i64 attention = std::min(stages == 1 ? pair.attention : pair.attention / stages, repeated);
+    const i64 again = repeated - attention;
     i64 forward = 0, backward = 0, rested = 0;
     for (const Line& x : lines) {
         forward = std::max(forward, layers * x.forward + x.vocabulary);
@@ -152,18 +209,39 @@ std::pair<i64, i64> PassPrice::time(Pair pair) const {
         rested = std::max(rested, resting(x, pair));
     }
     if (offloads_) {
-        const i64 moved = c_.host.ns(rested);
+        const i64 moved = c_->host.ns(rested);
         forward = std::max(forward, moved);
         backward = std::max(backward, moved);
     }
-    return {forward + c_.pass_ns, backward + c_.pass_ns};
+    return {forward + c_->pass_ns, backward + c_->pass_ns};
+}
+
+Copied PassPrice::copied() const {
+    const i64 stages = c_->stages, layers = (c_->layers + stages - 1) / stages;
+    Copied d{c_->layers};
+    i64 fixed = 0, whole = 0, attention = 0, saved = 0, saved_attention = 0;
+    for (const Line& x : lines) {
+        d.forward = std::max(d.forward, layers * x.forward + x.vocabulary);
+        d.backward = std::max(d.backward, layers * (x.backward + x.again) + x.vocabulary_back);
+        saved = std::max(saved, x.again);
+        saved_attention = std::max(saved_attention, x.again - x.again_rest);
+        fixed = std::max(fixed, x.fixed);
+        whole = std::max(whole, x.whole);
+        attention = std::max(attention, x.attention);
+    }
+    d.saved = saved / stages;
+    d.saved_attention = saved_attention / stages;
+    d.fixed = c_->host.ns(fixed);
+    d.whole = c_->host.ns(whole);
+    d.attention = c_->host.ns(attention);
+    return d;
 }
 
 Demand PassPrice::demand() const {
     const i64 least = INT64_MIN;
-    Demand d{c_.layers, least, least, least, least, least, least, least};
+    Demand d{c_->layers, least, least, least, least, least, least, least};
     for (const Line& x : lines) {
-        d = d.in_turn({c_.layers, offloads_ ? x.state : x.state + x.fixed, offloads_ ? 0 : x.whole - x.state_whole,
+        d = d.in_turn({c_->layers, offloads_ ? x.state : x.state + x.fixed, offloads_ ? 0 : x.whole - x.state_whole,
                        offloads_ ? 0 : x.attention, x.work, x.work_again, x.again, x.again - x.again_rest});
     }
     return d;

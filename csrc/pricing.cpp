@@ -37,9 +37,9 @@ Constants constants_of(const std::vector<i64>& v) {
 
 Options options_of(const std::vector<i64>& v, const Table& pieces, const Table& chunks, const Table& waves) {
     Options o{};
-    std::vector<i64*> fields{&o.least, &o.lane_degree, &o.fused, &o.phased, &o.gather, &o.move_q, &o.lean, &o.hops,
-                             &o.prefetch, &o.offload, &o.copies, &o.whole, &o.attention, &o.room, &o.slot_weight,
-                             &o.unit};
+    std::vector<i64*> fields{&o.least, &o.limit, &o.lane_degree, &o.fused, &o.phased, &o.gather, &o.move_q, &o.lean,
+                             &o.hops, &o.prefetch, &o.offload, &o.copies, &o.whole, &o.attention, &o.room,
+                             &o.slot_weight, &o.unit};
     if (fields.size() != v.size()) throw std::invalid_argument("options");
     for (std::size_t i = 0; i < v.size(); ++i) *fields[i] = v[i];
     o.pieces = column(pieces);
@@ -139,7 +139,8 @@ std::pair<i64, i64> price(const Jobs& jobs, const Table& table, const Table& lis
         p.prefetch = r[PREFETCH];
         p.offload = r[OFFLOAD];
         PassRows rows(f, c, placed[i], states, r[START]);
-        const PassPrice priced(c, rows.loads(p), p, provides[i]);
+        const Loads loads = rows.loads(p);
+        const PassPrice priced(c, loads.ranks.data(), loads.ranks.size(), loads.stages, p, provides[i]);
         const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
         times[i] = priced.time(pair);
         slot = std::max(slot, times[i].first + times[i].second);

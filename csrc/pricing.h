@@ -4,6 +4,7 @@
 // what comes in, so that nothing overflows. Products of two such integers are taken in 128 bits.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -13,6 +14,7 @@
 namespace augtree {
 
 using i64 = std::int64_t;
+using Nodes = std::vector<int>;
 using i128 = __int128;
 
 struct Span {
@@ -78,25 +80,56 @@ struct Demand {
     std::optional<Pair> fit(i64 room) const;
 };
 
+// What passes compute whose memory is copied to the host and back, and these copies.
+struct Copied {
+    i64 layers, forward = 0, backward = 0, saved = 0, saved_attention = 0, fixed = 0, whole = 0, attention = 0;
+    void add(const Copied& o);
+    Pair best() const;
+};
+
 struct Line {
     i64 forward, backward, exposed, again, again_rest, vocabulary, vocabulary_back;
     i64 fixed, whole, attention, state, state_whole, work, work_again;
 };
 
-class PassPrice {
+// What each rank takes and needs; the few of a typical block without memory of their own.
+class Lines {
 public:
-    PassPrice(const Constants& c, const Loads& loads, const PassSpec& p, bool provides);
-    std::pair<i64, i64> time(Pair pair) const;
-    bool hidden() const;
-    i64 kept(const Line& x, Pair pair) const;
-    i64 work(const Line& x, Pair pair) const { return pair.whole == c_.layers ? x.work : x.work_again; }
-    i64 peak(Pair pair) const;
-    Demand demand() const;
-    std::vector<Line> lines;
+    explicit Lines(std::size_t count) : count_(count), many_(count > kFew ? count : 0) {}
+    Line* begin() { return count_ > kFew ? many_.data() : few_; }
+    Line* end() { return begin() + count_; }
+    const Line* begin() const { return count_ > kFew ? many_.data() : few_; }
+    const Line* end() const { return begin() + count_; }
+    std::size_t size() const { return count_; }
+    const Line& operator[](std::size_t i) const { return begin()[i]; }
 
 private:
-    i64 resting(const Line& x, Pair pair) const;
-    const Constants& c_;
+    static constexpr std::size_t kFew = 2;
+    std::size_t count_;
+    Line few_[kFew];
+    std::vector<Line> many_;
+};
+
+class PassPrice {
+public:
+    PassPrice(const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p, bool provides);
+    std::pair<i64, i64> time(Pair pair) const;
+    // With nothing recomputed, and nothing waiting for the host: no pair takes less.
+    i64 least_time() const;
+    bool hidden() const;
+    i64 kept(const Line& x, Pair pair) const {
+        return (offloads_ ? 0 : resting(x, pair)) + x.state - pair.whole * x.state_whole;
+    }
+    i64 work(const Line& x, Pair pair) const { return pair.whole == c_->layers ? x.work : x.work_again; }
+    i64 peak(Pair pair) const;
+    Demand demand() const;
+    bool offloads() const { return offloads_; }
+    Copied copied() const;
+    Lines lines;
+
+private:
+    i64 resting(const Line& x, Pair pair) const { return x.fixed + pair.whole * x.whole + pair.attention * x.attention; }
+    const Constants* c_;
     bool offloads_;
 };
 
@@ -111,77 +144,88 @@ std::vector<int> assign(const std::vector<i64>& weights, const std::vector<i64>&
 std::vector<int> longest_first(const std::vector<i64>& weights, const std::vector<i64>& loads);
 std::vector<i64> level(const std::vector<i64>& loads, i64 amount);
 
-// Loads of a pass; `start` is the pool rank that its block begins with.
+// Bins, of which the least loaded takes what comes, the first of several.
+class LeastLoaded {
+public:
+    explicit LeastLoaded(std::vector<i64> loads);
+    int add(i64 weight);
+    const std::vector<i64>& loads() const { return loads_; }
+
+private:
+    bool before(int a, int b) const { return loads_[a] != loads_[b] ? loads_[a] < loads_[b] : a < b; }
+    void sift(std::size_t at);
+    std::vector<i64> loads_;
+    std::vector<int> heap_;
+};
+
+// Loads of a pass; `start` is the pool rank that its block begins with. The placements stay where they are.
 class PassRows {
 public:
-    PassRows(const Forest& f, const Constants& c, Placement placement, std::vector<const Placement*> states, i64 start);
+    PassRows(const Forest& f, const Constants& c, const Placement& placement, std::vector<const Placement*> states,
+             i64 start);
+    PassRows(const Forest&, const Constants&, Placement&&, std::vector<const Placement*>, i64) = delete;
     Loads loads(const PassSpec& p);
 
 private:
+    using Mask = std::vector<std::uint64_t>;
     struct Keys;
+    struct Machine {  // a machine node: neighbours
+        int first, end;
+        Mask ranks;
+    };
+    struct Own {  // what a rank holds of a node: its rows, where its last span begins, that one's rows
+        int index;
+        bool partly;  // it does not see all of it
+        i64 rows, far, last;
+    };
+    struct Reader {  // a rank that sees a node's keys so far down; its own rows there but for the last span
+        i64 far, before;
+        int rank;
+    };
+    struct Viewers {
+        const std::uint64_t* mask;
+        i64 count;
+    };
+    void limits();
     void index();
+    void readers();
     void basic();
+    Keys keys_of(const std::vector<const Placement*>& kinds) const;
     void gather(std::vector<RankLoad>& out, bool with_states);
+    void received(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const;
+    void sent(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const;
     void handed_on(std::vector<RankLoad>& out);
+    void relay(int src, i64 rows, const std::uint64_t* seen, std::vector<RankLoad>& out, std::uint64_t* first,
+               std::uint64_t* then) const;
     void ring(std::vector<RankLoad>& out);
     void move_q(std::vector<RankLoad>& out);
-    std::uint64_t* viewers(const Span& s, std::uint64_t* into) const;
+    Viewers viewers(const Span& s) const;
+    i64 of_machine(const std::uint64_t* mask, const Machine& m) const;
 
     const Forest& f_;
     const Constants& c_;
-    Placement placement_;
+    const Placement& placement_;
     std::vector<const Placement*> states_;
-    int world_, words_, nodes_ = 0, machine_nodes_ = 0;
-    std::vector<int> node_of_;                      // [rank] machine node
-    std::vector<std::vector<std::uint64_t>> mates_;  // [machine node] ranks
-    std::vector<int> local_;                        // forest node -> index, -1
-    std::vector<std::vector<std::pair<int, i64>>> own_;   // [rank] (index, rows)
-    std::vector<std::vector<std::pair<int, i64>>> last_;  // [rank] (index, how far down), cut nodes only
-    std::vector<std::vector<i64>> before_last_;     // [rank] rows of each of them before its last span
-    std::vector<std::vector<int>> whole_;           // [rank] indices seen whole
-    std::vector<int> forest_node_;                  // index -> forest node
-    std::vector<std::vector<std::uint64_t>> seen_whole_;              // [index] ranks
-    std::vector<std::vector<i64>> ends_;                              // [index] how far down the others see
-    std::vector<std::vector<std::uint64_t>> below_;                   // [index] suffix masks
+    int world_, words_, nodes_ = 0, machine_nodes_ = 0, lowest_ = 0;
+    Mask none_;
+    std::vector<Machine> machines_;
+    std::vector<int> node_of_;      // [rank] machine node
+    std::vector<int> local_;        // [forest node - lowest_] index, -1 where no rank sees it
+    std::vector<int> forest_node_;  // [index]
+    std::vector<Own> own_;          // by rank
+    std::vector<int> whole_;        // by rank: indices seen whole
+    std::vector<std::size_t> own_at_, whole_at_;  // [rank] where they begin
+    std::vector<Reader> readers_;                 // by index, then by how far they see
+    std::vector<std::size_t> reader_at_;          // [index] where they begin
+    Mask seen_;                                   // [reader, and one more an index] ranks that see as far or further
+    std::vector<i64> seen_count_;
     std::vector<RankLoad> basic_;
     std::optional<std::vector<RankLoad>> direct_;
 };
 
-// A block's heaviest ranks in closed forms: the twin of planning/typical.py.
-struct Lay {
-    std::vector<Span> inner;
-    std::vector<int> leaves;
-    i64 width = 1, lane_degree = 1, wide = 0, state_rows = 0, state_nodes = 0;
-};
-
-class TypicalRows {
-public:
-    TypicalRows(const Forest& f, const Constants& c, Lay lay, i64 unit);
-    Loads loads(const PassSpec& p) const;
-
-private:
-    struct Part {
-        i64 rows, pairs, scored, start, ranks, of;
-        bool inner;
-    };
-    using Parts = std::vector<Part>;
-    Part cut(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const;
-    std::vector<Parts> leaves() const;
-    RankLoad load(const Parts& parts, const PassSpec& p) const;
-    void traffic(const Parts& parts, const PassSpec& p, RankLoad& x) const;
-    void visits(const Parts& parts, RankLoad& x) const;
-    bool crosses(const PassSpec& p) const;
-
-    const Forest& f_;
-    const Constants& c_;
-    Lay lay_;
-    i64 unit_, mates_, machine_nodes_;
-    std::vector<Parts> ranks_;
-};
-
 struct Options {
-    i64 least, lane_degree, fused, phased, gather, move_q, lean, hops, prefetch, offload, copies, whole, attention;
-    i64 room, slot_weight, unit;
+    i64 least, limit, lane_degree, fused, phased, gather, move_q, lean, hops, prefetch, offload, copies;
+    i64 whole, attention, room, slot_weight, unit;
     std::vector<i64> pieces, chunks, waves;
 };
 
@@ -200,13 +244,13 @@ struct Offer {
     Choice choice;
 };
 
+struct Offers;  // of one choice; see priced.h
+
 struct Job {
     std::vector<int> nodes;
     i64 offset;
     Offer offer;
 };
-
-using Nodes = std::vector<int>;
 
 class Jobs {
 public:
@@ -225,7 +269,13 @@ public:
     std::vector<Nodes> waves_of(const Nodes& leaves, i64 waves) const;
     std::optional<Pair> pair(const Demand& d, i64 room) const;
     Pair said(Pair p) const { return options.whole == -2 ? Pair{-1, 0} : p; }
-    Offer offer(const std::vector<std::pair<i64, i64>>& times, i64 peak, const Choice& choice) const;
+    // What passes cost that take `time` together and `slot` the longest.
+    i64 cost(i64 time, i64 slot) const {
+        return constants.stages == 1 ? time : time + slot * (constants.stages - 1) * options.slot_weight / 16;
+    }
+    Offer offer(i64 time, i64 slot, i64 peak, const Choice& choice) const {
+        return {cost(time, slot), time, slot, peak, choice};
+    }
     i64 ideal(const Nodes& nodes, i64 ranks) const;
     i64 floor(const Nodes& nodes, i64 ranks) const;
 
@@ -236,6 +286,11 @@ public:
 
 private:
     std::vector<Nodes> copies_of(const Nodes& nodes, i64 copies);
+    std::vector<i64> copies(const Nodes& nodes, i64 width);
+    std::vector<Nodes> with_chains(std::vector<Nodes> parts) const;
+    std::optional<std::vector<Job>> in_parts(std::vector<Nodes> parts, i64 width, i64 below);
+    bool alike(const Nodes& a, const Nodes& b) const;
+    Offer cheapest(const Offers& offers) const;
     std::vector<char> mark_;
     std::map<std::tuple<int, int, i64>, std::optional<std::vector<Job>>> trees_;
 };

@@ -1,72 +1,165 @@
 // A block's heaviest ranks in closed forms: the twin of planning/typical.py.
+//
+// What a rank does follows from sums over its parts of nodes, whatever travels how. They are made once a lay;
+// leaves are ordered, and their parts of either kind made, once a block.
+#include "typical.h"
+
 #include <algorithm>
 #include <numeric>
-
-#include "pricing.h"
 
 namespace augtree {
 
 namespace {
 
 i64 ceil_share(i64 value, i64 share, i64 shares) {
+    if (share == 1) return (value + shares - 1) / shares;
     return static_cast<i64>((static_cast<i128>(value) * share + shares - 1) / shares);
+}
+
+template <class Values>
+int first_max(const Values& v) {
+    return static_cast<int>(std::max_element(v.begin(), v.end()) - v.begin());
 }
 
 }  // namespace
 
-TypicalRows::TypicalRows(const Forest& f, const Constants& c, Lay lay, i64 unit)
-    : f_(f), c_(c), lay_(std::move(lay)), unit_(unit), mates_(std::min(lay_.width, c.node_ranks)),
-      machine_nodes_((lay_.width + c.node_ranks - 1) / c.node_ranks) {
-    Parts inner;
-    for (const Span& span : lay_.inner) inner.push_back(cut(span, lay_.width, true, 1, lay_.width));
-    for (const Parts& mine : leaves()) {
-        ranks_.push_back(inner);
-        ranks_.back().insert(ranks_.back().end(), mine.begin(), mine.end());
-    }
+void RankSums::add(const RankSums& o) {
+    rows += o.rows;
+    scored += o.scored;
+    pairs += o.pairs;
+    early += o.early;
+    diagonal += o.diagonal;
+    triangle += o.triangle;
+    below += o.below;
+    cuts += o.cuts;
+    cut_rows += o.cut_rows;
+    parts += o.parts;
+    shared += o.shared;
+    in_lane += o.in_lane;
+    reach += o.reach;
 }
 
-TypicalRows::Part TypicalRows::cut(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const {
-    const i64 rows = ceil_share(s.hi - s.lo, share, shares);
-    const i64 scored = std::min(f_.scored[s.node] * (ranks > 1 ? 2 : 1), rows);
-    return {rows, ceil_share(f_.area(s.node, s.lo, s.hi), share, shares), scored, f_.starts[s.node] + s.lo, ranks,
-            s.hi - s.lo, inner};
+TypicalBlock::TypicalBlock(const Forest& f, const Constants& c, const Nodes& leaves, i64 width, i64 unit)
+    : f_(f), c_(c), leaves_(leaves), width_(width), unit_(unit), mates_(std::min(width, c.node_ranks)),
+      machine_nodes_((width + c.node_ranks - 1) / c.node_ranks) {}
+
+RankSums TypicalBlock::part(const Span& s, i64 ranks, Kind kind, i64 share, i64 shares) const {
+    RankSums x;
+    const i64 start = f_.starts[s.node] + s.lo, of = s.hi - s.lo, rows = ceil_share(of, share, shares);
+    x.rows = rows;
+    x.scored = std::min(f_.scored[s.node] * (ranks > 1 ? 2 : 1), rows);
+    x.pairs = ceil_share(f_.area(s.node, s.lo, s.hi), share, shares);
+    x.triangle = rows * (rows + 1) / 2;
+    x.early = rows * (start / width_) + (kind == kLeaf ? 0 : x.triangle);
+    x.diagonal = rows * std::min(rows, c_.tile_rows) / 2;
+    x.below = start ? rows : 0;
+    // Inner nodes above leaves are seen by everyone: one tile for all of them, whose sources `load` counts.
+    x.cuts = ranks > 1 && kind != kInnerOfLeaves;
+    x.cut_rows = x.cuts ? rows : 0;
+    x.parts = 1;
+    x.shared = ranks == width_ && width_ > 1 ? of : 0;
+    x.in_lane = 1 < ranks && ranks < width_ ? of - rows : 0;
+    x.reach = rows * start;
+    return x;
 }
 
-std::vector<TypicalRows::Parts> TypicalRows::leaves() const {
-    const i64 d = lay_.width, lane_degree = lay_.lane_degree;
-    const auto span = [&](int node) { return Span{node, 0, f_.rows[node]}; };
-    if (lane_degree == d) {
-        Parts all;
-        for (int node : lay_.leaves) all.push_back(cut(span(node), d, false, 1, d));
-        return {all};
-    }
-    std::vector<int> order = lay_.leaves;
-    std::sort(order.begin(), order.end(),
+// Leaves by rows, and by cost for dealing; what each gives to a rank where it is cut over the block, or dealt to
+// one lane.
+void TypicalBlock::order_leaves() {
+    if (ordered_) return;
+    ordered_ = true;
+    const std::size_t n = leaves_.size();
+    by_rows_ = leaves_;
+    std::sort(by_rows_.begin(), by_rows_.end(),
               [&](int a, int b) { return f_.rows[a] != f_.rows[b] ? f_.rows[a] > f_.rows[b] : a < b; });
-    const std::size_t wide = std::min(static_cast<std::size_t>(lay_.wide), order.size());
-    const std::vector<int> spread(order.begin(), order.begin() + wide), narrow(order.begin() + wide, order.end());
-    std::vector<i64> costs, lanes(d / lane_degree, 0);
+    costs_.resize(n);
+    for (std::size_t i = 0; i < n; ++i) {
+        const int node = by_rows_[i];
+        costs_[i] = f_.area(node, 0, f_.rows[node]) + unit_ * f_.rows[node];
+    }
+    by_cost_.resize(n);
+    std::iota(by_cost_.begin(), by_cost_.end(), 0);
+    if (!std::is_sorted(costs_.begin(), costs_.end(), std::greater<i64>())) {
+        std::stable_sort(by_cost_.begin(), by_cost_.end(), [&](int a, int b) { return costs_[a] > costs_[b]; });
+    }
+}
+
+const std::vector<RankSums>& TypicalBlock::even_parts(i64 ranks) {
+    std::vector<RankSums>& parts = ranks == width_ ? cut_ : dealt_;  // lanes of a block have one size
+    if (parts.empty()) {
+        parts.reserve(by_rows_.size());
+        for (int node : by_rows_) parts.push_back(part({node, 0, f_.rows[node]}, ranks, kLeaf, 1, ranks));
+    }
+    return parts;
+}
+
+RankSums TypicalBlock::inner_sums(const std::vector<Span>& inner, bool above_leaves) const {
+    RankSums sums;
+    for (const Span& s : inner) sums.add(part(s, width_, above_leaves ? kInnerOfLeaves : kInner, 1, width_));
+    return sums;
+}
+
+TypicalRows::TypicalRows(const TypicalBlock& block)
+    : width_(block.width_), mates_(block.mates_), machine_nodes_(block.machine_nodes_) {}
+
+TypicalRows TypicalBlock::spine(const std::vector<Span>& inner, i64 state_rows) const {
+    TypicalRows found(*this);
+    found.state_rows_ = state_rows;
+    found.add_rank(inner_sums(inner, false));
+    return found;
+}
+
+TypicalRows TypicalBlock::with_leaves(
+    const std::vector<Span>& inner, const std::vector<char>* taken, i64 lane_degree, i64 wide, i64 state_rows,
+    i64 state_nodes) {
+    TypicalRows found(*this);
+    found.lane_degree_ = lane_degree;
+    found.state_rows_ = state_rows;
+    found.whole_ = static_cast<i64>(inner.size()) + state_nodes;
+    order_leaves();
+    const RankSums above = inner_sums(inner, true);
+    const std::size_t n = by_rows_.size();
+    std::vector<int>& mine = mine_;
+    mine.clear();
+    for (std::size_t i = 0; i < n; ++i) {
+        if (taken && !(*taken)[i]) continue;
+        mine.push_back(static_cast<int>(i));
+        const int node = by_rows_[i];
+        found.leaf_rows_ += f_.rows[node];
+        found.leaf_reach_ += f_.rows[node] * f_.starts[node];
+    }
+    if (lane_degree == width_) {
+        RankSums all = above;
+        const std::vector<RankSums>& parts = even_parts(width_);
+        for (int i : mine) all.add(parts[i]);
+        found.add_rank(all);
+        return found;
+    }
+    const std::size_t cut = std::min(static_cast<std::size_t>(wide), mine.size());
     i64 amount = 0;
-    for (int node : narrow) costs.push_back(f_.area(node, 0, f_.rows[node]) + unit_ * f_.rows[node]);
-    for (int node : spread) amount += f_.area(node, 0, f_.rows[node]) + unit_ * f_.rows[node];
-    const std::vector<int> where = longest_first(costs, lanes);
-    for (std::size_t i = 0; i < narrow.size(); ++i) lanes[where[i]] += costs[i];
-    const std::vector<i64> shares = level(lanes, amount);
-    const auto first_max = [](const std::vector<i64>& v) {
-        return static_cast<int>(std::max_element(v.begin(), v.end()) - v.begin());
-    };
-    std::vector<int> chosen{first_max(lanes)};
-    if (first_max(shares) != chosen[0]) chosen.push_back(first_max(shares));
-    std::vector<Parts> found;
-    for (int lane : chosen) {
-        Parts mine;
-        if (shares[lane]) {
-            for (int node : spread) mine.push_back(cut(span(node), d, false, shares[lane], amount * lane_degree));
+    for (std::size_t k = 0; k < cut; ++k) amount += costs_[mine[k]];
+    // Of those that are dealt, the costliest first, to the lane with the least.
+    const int first_dealt = cut < mine.size() ? mine[cut] : static_cast<int>(n);
+    LeastLoaded lanes(std::vector<i64>(width_ / lane_degree, 0));
+    where_.assign(n, -1);
+    for (int i : by_cost_) {
+        if (i >= first_dealt && (!taken || (*taken)[i])) where_[i] = lanes.add(costs_[i]);
+    }
+    const std::vector<i64>& loads = lanes.loads();
+    const std::vector<i64> shares = cut ? level(loads, amount) : std::vector<i64>(loads.size(), 0);
+    const std::vector<RankSums>& whole = even_parts(lane_degree);
+    const int fullest = first_max(loads), most = first_max(shares);
+    for (int lane : {fullest, most}) {
+        RankSums sums = above;
+        for (std::size_t k = 0; k < cut && shares[lane]; ++k) {
+            const int node = by_rows_[mine[k]];
+            sums.add(part({node, 0, f_.rows[node]}, width_, kLeaf, shares[lane], amount * lane_degree));
         }
-        for (std::size_t i = 0; i < narrow.size(); ++i) {
-            if (where[i] == lane) mine.push_back(cut(span(narrow[i]), lane_degree, false, 1, lane_degree));
+        for (std::size_t k = cut; k < mine.size(); ++k) {
+            if (where_[mine[k]] == lane) sums.add(whole[mine[k]]);
         }
-        found.push_back(std::move(mine));
+        found.add_rank(sums);
+        if (fullest == most) break;
     }
     return found;
 }
@@ -75,66 +168,44 @@ bool TypicalRows::crosses(const PassSpec& p) const {
     return p.node_ranks && machine_nodes_ > 1 && p.primitive == GATHER_KV;
 }
 
-RankLoad TypicalRows::load(const Parts& parts, const PassSpec& p) const {
-    const i64 d = lay_.width;
-    i64 sources = std::min(p.pieces, d - 1);
-    if (p.primitive == MOVE_KV) sources = d - 1;
+RankLoad TypicalRows::load(const RankSums& sums, const PassSpec& p) const {
+    i64 sources = std::min(p.pieces, width_ - 1);
+    if (p.primitive == MOVE_KV) sources = width_ - 1;
     if (p.primitive == MOVE_Q) sources = 1;
-    const bool leaves = !lay_.leaves.empty();
-    const i64 whole = (leaves ? static_cast<i64>(lay_.inner.size()) : 0) + lay_.state_nodes;
     RankLoad x;
-    i64 cuts = 0, cut_rows = 0, below = 0;
-    for (const Part& part : parts) {
-        x.rows += part.rows;
-        x.scored += part.scored;
-        x.pairs += part.pairs;
-        x.early += part.rows * (part.start / d);
-        if (part.inner) x.early += part.rows * (part.rows + 1) / 2;
-        x.diagonal += part.rows * std::min(part.rows, c_.tile_rows) / 2;
-        x.triangle += part.rows * (part.rows + 1) / 2;
-        if (part.start) below += part.rows;
-        if (part.ranks > 1 && (!part.inner || !leaves)) {
-            cuts += 1;
-            cut_rows += part.rows;
-        }
-    }
-    x.tiles = static_cast<i64>(parts.size()) + std::min<i64>(whole, 2) * (sources + 1) + cuts * sources;
-    x.merged = x.rows + below * (sources + 1) + cut_rows * sources;
-    traffic(parts, p, x);
-    if (p.primitive == MOVE_Q) visits(parts, x);
+    x.rows = sums.rows;
+    x.scored = sums.scored;
+    x.pairs = sums.pairs;
+    x.early = sums.early;
+    x.diagonal = sums.diagonal;
+    x.triangle = sums.triangle;
+    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (sources + 1) + sums.cuts * sources;
+    x.merged = x.rows + sums.below * (sources + 1) + sums.cut_rows * sources;
+    traffic(sums, p, x);
+    if (p.primitive == MOVE_Q) visits(sums, x);
     return x;
 }
 
-void TypicalRows::traffic(const Parts& parts, const PassSpec& p, RankLoad& x) const {
-    const i64 d = lay_.width, m = mates_;
-    i64 shared = 0, in_lane = 0;
-    for (const Part& part : parts) {
-        if (part.ranks == d && d > 1) shared += part.of;
-        if (1 < part.ranks && part.ranks < d) in_lane += part.of - part.rows;
-    }
-    if (p.primitive != MOVE_Q && d > 1) shared += lay_.state_rows;
+void TypicalRows::traffic(const RankSums& sums, const PassSpec& p, RankLoad& x) const {
+    const i64 d = width_, m = mates_;
+    i64 shared = sums.shared;
+    if (p.primitive != MOVE_Q && d > 1) shared += state_rows_;
     i64 far = shared * (d - m) / d, near = shared * (m - 1) / d;
-    x.messages = shared ? d - 1 : in_lane ? lay_.lane_degree - 1 : 0;
+    x.messages = shared ? d - 1 : sums.in_lane ? lane_degree_ - 1 : 0;
     if (crosses(p) && shared) {
         const i64 once = shared * (machine_nodes_ - 1) / d;
         near += far - once;
         far = once;
         x.messages = 2 * (m - 1) + machine_nodes_ - 1;
     }
-    x.kv_in = x.kv_out = near + in_lane + far;
+    x.kv_in = x.kv_out = near + sums.in_lane + far;
     x.kv_far_in = x.kv_far_out = far;
 }
 
-void TypicalRows::visits(const Parts& parts, RankLoad& x) const {
-    const i64 d = lay_.width, m = mates_;
-    i64 total = 0, seen = 0, mine = 0;
-    for (int node : lay_.leaves) {
-        total += f_.rows[node];
-        seen += f_.rows[node] * f_.starts[node];
-    }
-    for (const Part& part : parts) mine += part.rows * part.start;
-    const i64 come = std::max<i64>(seen - mine, 0) / d, go = mine * (d - 1) / d;
-    const i64 away = x.rows * (d - 1), here = std::max<i64>(total - x.rows, 0);
+void TypicalRows::visits(const RankSums& sums, RankLoad& x) const {
+    const i64 d = width_, m = mates_;
+    const i64 come = std::max<i64>(leaf_reach_ - sums.reach, 0) / d, go = sums.reach * (d - 1) / d;
+    const i64 away = x.rows * (d - 1), here = std::max<i64>(leaf_rows_ - x.rows, 0);
     x.pairs = std::max<i64>(x.pairs + come - go, 0);
     x.visiting = come;
     x.tiles += 1;
@@ -146,14 +217,15 @@ void TypicalRows::visits(const Parts& parts, RankLoad& x) const {
     x.messages = 2 * (d - 1);
 }
 
-Loads TypicalRows::loads(const PassSpec& p) const {
-    Loads found;
+TypicalLoads TypicalRows::loads(const PassSpec& p) const {
+    TypicalLoads found;
     bool moves = false;
-    for (const Parts& parts : ranks_) {
-        found.ranks.push_back(load(parts, p));
-        moves = moves || found.ranks.back().messages;
+    for (int i = 0; i < count_; ++i) {
+        found.ranks[i] = load(ranks_[i], p);
+        moves = moves || found.ranks[i].messages;
     }
-    const i64 remote = lay_.width - 1;
+    found.count = count_;
+    const i64 remote = width_ - 1;
     if (remote && moves) {
         if (p.primitive == MOVE_Q) {
             found.stages = 2;

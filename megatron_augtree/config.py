@@ -106,6 +106,8 @@ class AugTreeConfig:
             file a rank; empty writes none.
         guard_steps: under ``augtree``, plans of a kind that measure slower than ring in so many steps, at
             least 3, give way to it (``mcore/guard.py``); 0 measures nothing.
+        lock_step: only plans in which every rank of the pool plays the same number of passes, each together
+            with all others (``planning/lock_step.py``): what experts and pipelines ask for.
     """
 
     mode: str = "augtree"
@@ -121,6 +123,7 @@ class AugTreeConfig:
     logit_chunk_mib: int = 256
     trace_dir: str = ""
     guard_steps: int = 0
+    lock_step: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

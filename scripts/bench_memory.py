@@ -7,8 +7,8 @@ fresh process (scripts/replay.py).
 
 settings  the two groups of tau_airline that bench_update.py times; then, for every setting, the longest
           prompt with four responses of 128 tokens that stays within the budget.
-budgets   augtree with `--augtree-memory-budget-gib`, recompute left to the planner: the measured peak beside
-          the budget. The script fails where it is beyond.
+budgets   augtree with `--augtree-memory-budget-gib`, recompute left to the planner: the largest measured peak
+          of `--repeats` runs beside the budget. The script fails where it is beyond.
 """
 
 from __future__ import annotations
@@ -94,15 +94,17 @@ def settings(args: argparse.Namespace, folder: str) -> Iterator[tuple[str, dict]
 
 def budgets(args: argparse.Namespace, folder: str) -> Iterator[tuple[str, dict]]:
     """(name, figures) of every workload and budget."""
-    runs = [(*workload, budget) for workload, some in BUDGETS.items() for budget in some]
+    cases = [(*workload, budget) for workload, some in BUDGETS.items() for budget in some]
     print(f"{'groups':26}{'budget MiB':>11}{'predicted':>11}{'measured':>10}  plan")
-    for file, count, budget in tqdm(runs, unit="run", disable=None, file=sys.stderr):
+    for file, count, budget in tqdm(cases, unit="budget", disable=None, file=sys.stderr):
         groups = list(read_groups(args.data_dir / f"{file}.jsonl.gz", 0, count))
         flags = f"{AUGTREE}--augtree-memory-budget-gib {budget / 1024}"
-        peak, predicted, note = measure(groups, flags, folder)
-        print(f"{f'{count} of {file}':26}{budget:11}{predicted:11.0f}{peak:10.0f}  {note}", flush=True)
-        yield f"{count} of {file}, {budget} MiB", {"budget_mib": budget, "peak_mib": peak,
-                                                   "predicted_mib": predicted, "plan": note}
+        runs = [measure(groups, flags, folder) for _ in range(args.repeats)]
+        peaks, (_, predicted, note) = [peak for peak, *_ in runs], runs[0]
+        print(f"{f'{count} of {file}':26}{budget:11}{predicted:11.0f}{max(peaks):10.0f}  {note}", flush=True)
+        yield f"{count} of {file}, {budget} MiB", {"budget_mib": budget, "peak_mib": max(peaks),
+                                                   "peaks_mib": peaks, "predicted_mib": predicted,
+                                                   "plan": note}
 
 
 def parse() -> argparse.Namespace:
@@ -113,12 +115,15 @@ def parse() -> argparse.Namespace:
                         help="folder of the group files; default $AUGTREE_DATA, else ../shared/data")
     parser.add_argument("--only", default="settings,budgets", help="sections; default all")
     parser.add_argument("--budget-mib", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each budget; the largest peak counts")
     parser.add_argument("--max-prompt", type=int, default=16384, help="where the search for a prompt ends")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     args.only, args.data_dir = args.only.split(","), Path(args.data_dir)
     if not set(args.only) <= {"settings", "budgets"}:
         parser.error(f"--only {','.join(args.only)}: sections are settings and budgets")
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: there is at least one")
     return args
 
 

@@ -1,6 +1,6 @@
 """Whether the chosen plan is ever predicted to be slower than a peer's, on seeded random batches.
 
-    python scripts/never_slower.py [--batches 10000] [--first 0] [--json never_slower.json]
+    python scripts/never_slower.py [--batches 10000] [--first 0] [--jobs 2] [--json never_slower.json]
 
 A batch is drawn from its seed: groups of a workload or of lengths from a few tokens to tens of thousands, a
 pool, a machine, a model, pipeline stages, and sometimes a limit of the degree; memory is ample. The plan is
@@ -16,7 +16,8 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -209,22 +210,48 @@ def compare(batch: Batch) -> Outcome:
     return Outcome(batch, plan, round(plan.seconds * NS), fastest)
 
 
+class Figures(NamedTuple):
+    """What is kept of a batch: kind of peer -> ratio, and a line for each plan that is faster."""
+
+    ratios: dict[str, float]
+    faster: list[dict]
+
+
+def figures_of(seed: int) -> Figures:
+    """Compares the batch of a seed."""
+    outcome = compare(draw_batch(seed))
+    chosen = {"chosen_ns": outcome.time_ns, "chosen": f"{outcome.plan.mode}: {outcome.plan.note}"}
+    return Figures(outcome.ratios, [{"seed": seed, **peer._asdict(), **chosen} for peer in outcome.faster])
+
+
+def compared(seeds: Sequence[int], jobs: int) -> Iterator[Figures]:
+    """The figures of all seeds in turn, by so many processes."""
+    if jobs == 1:
+        yield from map(figures_of, seeds)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            yield from pool.map(figures_of, seeds, chunksize=4)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def main() -> None:
     """Compares, prints a line a mode, and fails where a peer is faster."""
     args = parse()
     began, batches, faster = time.perf_counter(), 0, []
     ratios: dict[str, list[float]] = {}
     seeds = range(args.first, args.first + args.batches)
-    for seed in tqdm(seeds, unit="batch", disable=None, file=sys.stderr):
-        outcome = compare(draw_batch(seed))
+    bar = {"total": len(seeds), "unit": "batch", "disable": None, "file": sys.stderr}
+    for figures in tqdm(compared(seeds, args.jobs), **bar):
         batches += 1
-        for kind, ratio in outcome.ratios.items():
+        for kind, ratio in figures.ratios.items():
             ratios.setdefault(kind, []).append(ratio)
-        for peer in outcome.faster:
-            faster.append({"seed": seed, **peer._asdict(), "chosen_ns": outcome.time_ns,
-                           "chosen": f"{outcome.plan.mode}: {outcome.plan.note}"})
-            tqdm.write(f"seed {seed}: {peer.kind} ({peer.note}) takes {peer.time_ns} ns, "
-                       f"{faster[-1]['chosen']} {outcome.time_ns}", file=sys.stderr)
+        for line in figures.faster:
+            faster.append(line)
+            kind = f"{line['mode']}, beside" if line["beside"] else line["mode"]
+            tqdm.write(f"seed {line['seed']}: {kind} ({line['note']}) takes {line['time_ns']} ns, "
+                       f"{line['chosen']} {line['chosen_ns']}", file=sys.stderr)
         if args.seconds and time.perf_counter() - began > args.seconds:
             break
     table = table_of(ratios)
@@ -274,9 +301,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first batch")
     parser.add_argument("--seconds", type=float, default=0, help="stop after the batch in which they end")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
-    if args.batches < 1 or args.first < 0:
-        parser.error("--batches is at least 1, --first at least 0")
+    if args.batches < 1 or args.first < 0 or args.jobs < 1:
+        parser.error("--batches and --jobs are at least 1, --first at least 0")
     return args
 
 

@@ -172,10 +172,12 @@ def add_augtree_arguments(parser: argparse.ArgumentParser, *, more_modes: Sequen
     for field in dataclasses.fields(AugTreeConfig):
         if _dest(field.name) in theirs:
             continue
-        kind = mode if field.name == "mode" else type(field.default)
+        kind = {"type": mode if field.name == "mode" else type(field.default)}
+        if isinstance(field.default, bool):
+            kind = {"action": "store_true"}
         # Without a mode the run is stock Megatron: AugTree is never switched on by a default.
         default = None if field.name == "mode" else field.default
-        group.add_argument(augtree_flag(field.name), type=kind, default=default, dest=_dest(field.name),
+        group.add_argument(augtree_flag(field.name), default=default, dest=_dest(field.name), **kind,
                            help=helps.get(field.name, "").replace("%", "%%"))
 
 

@@ -22,7 +22,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 
-from megatron_augtree.config import UnsupportedError
+from megatron_augtree.config import AugTreeConfig, UnsupportedError
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
@@ -212,6 +212,22 @@ def keep_heap() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def trim_heap() -> None:
+    """Give pages of freed memory back to the kernel, also those between what is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def trimming(config: AugTreeConfig, device: torch.device) -> Callable[[], None] | None:
+    """What an engine on a device calls between passes to stay within a memory budget, if it has one.
+
+    A kept heap does not return what one pass freed around what it keeps for its backward, and the next pass
+    may find no use for the holes. A device's caching allocator empties itself before it gives up.
+    """
+    return trim_heap if device.type == "cpu" and config.memory_budget_gib > 0 else None
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def figures_of(schedule: AugTreeSchedule, measured_seconds: float) -> dict[str, 
     note = plan.note if plan.mode == schedule.config.mode else f"{plan.mode}, {plan.note}"
     return {
         "groups": len(batch.groups),
-        "rows": sum(map(plan.rows_of_rank, range(plan.world))),
+        "rows": plan.computed_rows,
         "unshared_rows": batch.unshared_rows,
         "note": f"{note} ({guard.why})" if guard is not None and guard.why else note,
         "lanes": lanes_of(plan),

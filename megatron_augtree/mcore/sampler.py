@@ -25,6 +25,7 @@ from megatron_augtree.data.groups import Group, fingerprint
 from megatron_augtree.planning.choose import choose, merging
 from megatron_augtree.planning.cluster import cluster_of
 from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.lock_step import check_in_step
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import configured, make_plan
@@ -130,12 +131,15 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
         forest = _forest(plan.mode, sequences, numbers, config)
         plan.check_fits(forest.shape, world)  # first: the other checks take its shape for granted
         plan.check(pairs=True)
+        if config.lock_step:
+            check_in_step(plan)
     else:
         forest, plan = choose_plan(sequences, numbers, model, world, config)
     prices = Prices(configured(model, config), cluster_of(config.cluster))
 
     def made(forest: Forest, plan: Plan) -> StepBatch:
-        seconds, bars = time.perf_counter() - started, tuple(timeline(plan, prices))
+        seconds = time.perf_counter() - started
+        bars = tuple(timeline(plan, prices, lock_step=config.lock_step))
         idle, kept = idle_share(bars, world), bars if config.trace_dir else ()
         return StepBatch(tuple(groups), forest, plan, fingerprint(groups), seconds, idle, kept)
 

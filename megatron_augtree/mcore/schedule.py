@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.config import AugTreeConfig, AugTreeError
 from megatron_augtree.mcore.agreement import compare_ranks, compare_weights
+from megatron_augtree.mcore.cpu import trimming
 from megatron_augtree.mcore.ddp import config_of, finalize_gradients, gather_parameters, no_sync, only_chunk
 from megatron_augtree.mcore.guard import Guard
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
@@ -186,6 +187,7 @@ class AugTreeSchedule:
             device,
             self.trace,
             keep_attention=self.config.keep_attention,
+            trim=trimming(self.config, device),
         )
         self._known = batch, engine
         return engine

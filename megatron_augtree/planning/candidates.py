@@ -97,13 +97,87 @@ def split_inner(shape: ForestShape, nodes: Sequence[int]) -> tuple[tuple[int, ..
 def copies_of(
     shape: ForestShape, nodes: Sequence[int], copies: int, pairs_per_row: int
 ) -> list[tuple[int, ...]]:
-    """Parts of a tree, each with its share of the leaves and all their ancestors."""
+    """Parts of a tree of about even cost: subtrees that hang below its root, with all nodes above them.
+
+    A subtree that costs more than a part's share is dealt as its children's subtrees instead, and so on down
+    to leaves; its node is then computed in every part that holds some of them. So few nodes as possible are
+    computed more than once. Of a prompt and its responses every part has its share of the responses.
+
+    Args:
+        shape: the forest.
+        nodes: of the tree, ascending; or of several trees.
+        copies: parts; there are fewer where there are fewer leaves.
+        pairs_per_row: see `lanes.row_cost`.
+    """
     _, leaves = split_inner(shape, nodes)
     copies = min(copies, len(leaves))
     if copies < 2:
         return [tuple(nodes)]
-    dealt = waves_of(shape, leaves, copies, pairs_per_row)
-    return [tuple(sorted({n for leaf in part for n in shape.chain(leaf)})) for part in dealt]
+    own = {n: row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in nodes}
+    whole, below = dict(own), {n: [] for n in nodes}
+    for node in reversed(nodes):
+        parent = shape.parents[node]
+        if parent in own:
+            below[parent].append(node)
+            whole[parent] += whole[node]
+    tops = sorted(unit for n in nodes if shape.parents[n] not in own for unit in below[n] or [n])
+    units = _cut_subtrees(tops, below, whole, copies)
+    weights = [whole[unit] for unit in units]
+    if units == tops:
+        where = assign(weights, [0] * copies)
+    else:
+        above = [shape.ancestors[unit] & own.keys() for unit in units]
+        where = _with_nodes_above(weights, above, own, copies)
+    part = dict(zip(units, where))
+    parts: list[set[int]] = [set() for _ in range(copies)]
+    for node in nodes:
+        if node not in part and shape.parents[node] in part:
+            part[node] = part[shape.parents[node]]
+        if node in part:
+            parts[part[node]] |= {node, *shape.ancestors[node]}
+    return [tuple(sorted(held)) for held in parts if held]
+
+
+def _cut_subtrees(
+    tops: Sequence[int], below: dict[int, list[int]], whole: dict[int, int], parts: int
+) -> list[int]:
+    """Roots of the subtrees that are dealt to parts, ascending: at least as many, of at most a share each
+    where they are no leaves.
+
+    Args:
+        tops: roots of the subtrees at first.
+        below: [node] its children.
+        whole: [node] cost of its subtree.
+        parts: at most as many as there are leaves.
+    """
+    share = sum(whole[top] for top in tops) // parts
+    units, left = [], list(tops)
+    while left:
+        unit = left.pop()
+        if below[unit] and whole[unit] > share:
+            left += below[unit]
+        else:
+            units.append(unit)
+    while len(units) < parts:
+        unit = max((u for u in units if below[u]), key=lambda u: (whole[u], -u))
+        units.remove(unit)
+        units += below[unit]
+    return sorted(units)
+
+
+def _with_nodes_above(
+    weights: Sequence[int], above: Sequence[set[int]], own: dict[int, int], parts: int
+) -> list[int]:
+    """[item] -> part: heaviest first, to the part that then costs least with the nodes above its items."""
+    loads, where = [0] * parts, [0] * len(weights)
+    held: list[set[int]] = [set() for _ in range(parts)]
+    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        costs = [load + sum(own[n] for n in above[item] - has) for load, has in zip(loads, held)]
+        target = costs.index(min(costs))
+        where[item] = target
+        loads[target] = costs[target] + weights[item]
+        held[target] |= above[item]
+    return where
 
 
 def waves_of(

@@ -142,8 +142,8 @@ class ChoiceSearch:
     # Phased.
 
     def _phased(self) -> None:
-        """Waves over one prefill; the cheapest and the leanest of either primitive also over chunks, without
-        keeping what they receive where nothing fits, and offloaded."""
+        """Waves over one prefill; the cheapest and the leanest of either primitive also over chunks, each
+        also without keeping what it receives, and offloaded."""
         several = self.jobs.prices.model.stages > 1
         first_chunks = self.options.chunks if several else self.options.chunks[:1]
         tried = [o for chunks in first_chunks for choice in self._waves(chunks) for o in self._try(choice)]
@@ -167,7 +167,7 @@ class ChoiceSearch:
                 elif seed.choice.primitive == "gather_kv":
                     way = {"primitive": primitive, "pieces": pieces, "node_ranks": hop}
                     more += self._try(replace(seed.choice, **way))
-        if self.options.lean and self.width > 1 and self.best is None:
+        if self.options.lean and self.width > 1:
             for seed in [*seeds, *more]:
                 more += self._try(replace(seed.choice, keep=False))
         if self.options.offload and self.jobs.prices.host is not None:

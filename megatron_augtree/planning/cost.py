@@ -341,6 +341,66 @@ class PassPrice:
             saved_attention=max(x.again - x.again_rest for x in self.lines),
         )
 
+    def copied(self) -> Copied:
+        """The heaviest rank's times and copies, of a pass that is offloaded, for every pair."""
+        stages, host = self.prices.model.stages, self.prices.host
+        layers = -(-self.layers // stages)
+        return Copied(
+            layers=self.layers,
+            forward=max(layers * x.forward + x.vocabulary for x in self.lines),
+            backward=max(layers * (x.backward + x.again) + x.vocabulary_back for x in self.lines),
+            saved=max(x.again for x in self.lines) // stages,
+            saved_attention=max(x.again - x.again_rest for x in self.lines) // stages,
+            fixed=host.ns(max(x.fixed for x in self.lines)),
+            whole=host.ns(max(x.whole for x in self.lines)),
+            attention=host.ns(max(x.attention for x in self.lines)),
+        )
+
+
+class Copied(NamedTuple):
+    """What passes compute whose memory is copied to the host and back, and these copies, nanoseconds.
+
+    Attributes:
+        layers: of the model.
+        forward, backward: with the pair (0, 0), copies aside.
+        saved, saved_attention: less backward for each layer of either kind.
+        fixed: copies one way with the pair (0, 0); `whole`, `attention`: more for each layer of either kind.
+    """
+
+    layers: int
+    forward: int
+    backward: int
+    saved: int
+    saved_attention: int
+    fixed: int
+    whole: int
+    attention: int
+
+    def beside(self, other: Copied) -> Copied:
+        """Of two passes."""
+        return Copied(self.layers, *[a + b for a, b in zip(self[1:], other[1:])])
+
+    def best(self) -> Pair:
+        """The pair of the shortest time: either way the copies hide behind what is computed, or show.
+
+        For each number of whole layers the time is convex and piecewise linear in the attention layers, so
+        its least lies at an end, or where the copies outgrow the forward or the backward. Ties go to more
+        whole layers.
+        """
+        best, least = Pair(self.layers, 0), None
+        for whole in range(self.layers, -1, -1):
+            rest, copies = self.layers - whole, self.fixed + whole * self.whole
+            back = self.backward - whole * self.saved
+            ahead = (self.forward - copies) // max(self.attention, 1)
+            behind = (back - copies) // max(self.attention + self.saved_attention, 1)
+            for found in (0, rest, ahead, behind):
+                attention = min(max(found, 0), rest)
+                moved = copies + attention * self.attention
+                time = max(self.forward, moved) + max(back - attention * self.saved_attention, moved)
+                if least is None or time < least:
+                    best, least = Pair(whole, attention), time
+        return best
+
 
 class Demand(NamedTuple):
     """Memory and savings of a pass, or of some passes, as a function of the recompute pair.

@@ -7,14 +7,17 @@ The core takes only int64 tables, and only where every integer that it may meet 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from types import ModuleType
+
+import numpy as np
 
 from megatron_augtree.planning import native
 from megatron_augtree.planning.candidates import Choice
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.offers import Job, Offer, Options
-from megatron_augtree.planning.plan import Event
+from megatron_augtree.planning.plan import Event, Pass
 from megatron_augtree.planning.recipe import Recipe
 from megatron_augtree.planning.tree import ForestShape
 
@@ -92,6 +95,23 @@ class FastJobs(Jobs):
         table, lists = _recipe_table(recipes)
         played = [(action == "backward", pass_id) for action, pass_id in events]
         return self._core.price(native.table(table), native.table(lists), native.table(played), world)
+
+    def rank_times(self, passes: Sequence[Pass]) -> list[list[int]]:
+        """[pass, rank of its block in turn] (forward ns, backward ns, rows): `timeline.rank_times`.
+
+        Args:
+            passes: of one plan, on blocks of neighbours.
+        """
+        table = [
+            [p.block[0], len(p.block), len(p.reads), _PRIMITIVES.index(p.primitive), p.pieces, p.node_ranks,
+             p.keep, p.prefetch, p.keep_layers, p.keep_attention, p.offload]
+            for p in passes
+        ]  # fmt: skip
+        held = [spans for p in passes for spans in p.placement]
+        flat = np.fromiter(chain.from_iterable(chain.from_iterable(held)), np.int64)
+        reads = [read for p in passes for read in p.reads]
+        counts = list(map(len, held))
+        return self._core.rank_times(*map(native.table, (table, counts)), flat, native.table(reads)).tolist()
 
 
 def _offer(numbers: Sequence[int] | None) -> Offer | None:

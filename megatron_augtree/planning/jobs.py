@@ -107,8 +107,12 @@ class Jobs:
     # Prompt copies.
 
     def with_copies(self, nodes: Sequence[int], width: int) -> list[Job] | None:
-        """The cheapest way to play a tree on a block, estimated: a job, or parts with a prompt copy each."""
-        whole = self.estimate(nodes, width) if self.options.copies < 2 else None
+        """The cheapest way to play a tree on some ranks, estimated: a job, or parts with a prompt copy each.
+
+        More ranks than a block may have are a group of blocks, a part on each.
+        """
+        alone = self.options.copies < 2 and not 0 < self.options.limit < width
+        whole = self.estimate(nodes, width) if alone else None
         best = [Job(tuple(nodes), 0, whole)] if whole is not None else None
         for copies in self._copies(nodes, width):
             parts = copies_of(self.shape, nodes, copies, self.unit)
@@ -144,13 +148,10 @@ class Jobs:
         return rows
 
     def _copies(self, nodes: Sequence[int], width: int) -> Iterator[int]:
-        """Numbers of copies that the block and the leaves allow: powers of two, or what is forced."""
+        """Numbers of copies that ranks, limit and leaves allow: powers of two, or what is forced."""
         inner, leaves = split_inner(self.shape, nodes)
-        forced = self.options.copies
-        if forced > 1 and width % forced == 0:
-            yield forced
-        copies = 2
-        while not forced and inner and copies <= min(width, len(leaves)):
-            if width % copies == 0:
+        forced, limit = self.options.copies, self.options.limit or width
+        powers = [1 << i for i in range(1, min(width, len(leaves)).bit_length())] if inner else []
+        for copies in [forced] * (forced > 1) if forced else powers:
+            if width % copies == 0 and self.options.least <= width // copies <= limit:
                 yield copies
-            copies *= 2

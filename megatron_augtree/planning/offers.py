@@ -17,6 +17,7 @@ class Options(NamedTuple):
 
     Attributes:
         least: fewest ranks of a block: a primitive that moves something needs two.
+        limit: most ranks of a block, 0 for any number; on more, a tree is played in parts.
         lane_degree: 0 tries all wide, whole and mixtures.
         pieces: numbers of pieces of a gather; see `EVERY_RANK`.
         fused: whether fused passes are tried.
@@ -32,6 +33,7 @@ class Options(NamedTuple):
     """
 
     least: int = 1
+    limit: int = 0
     lane_degree: int = 0
     pieces: tuple[int, ...] = (1, 2, 4, EVERY_RANK)
     fused: bool = True

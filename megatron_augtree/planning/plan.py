@@ -140,6 +140,11 @@ class Plan:
         """Rows that a pool rank computes, prompt copies included."""
         return sum(count(p.placement[p.block.index(rank)]) for p in self.passes if rank in p.block)
 
+    @property
+    def computed_rows(self) -> int:
+        """Rows that all ranks compute, prompt copies included."""
+        return sum(count(spans) for p in self.passes for spans in p.placement)
+
     def digest(self) -> str:
         """A hash of everything that the ranks must agree on."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]

@@ -8,96 +8,38 @@ arrangement too. In each of them, jobs of one block may then share passes: fewer
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
+from megatron_augtree.planning.arrangement import (
+    Arrangement,
+    Placed,
+    Seated,
+    arrange,
+    blocks_of,
+    mates_of,
+)
 from megatron_augtree.planning.assign import longest_first
-from megatron_augtree.planning.candidates import cut_pool, job_recipes
+from megatron_augtree.planning.candidates import cut_pool
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.joint import schedule
-from megatron_augtree.planning.offers import Job, cost_of
-from megatron_augtree.planning.plan import Event
-from megatron_augtree.planning.recipe import Recipe
+from megatron_augtree.planning.least import Least
+from megatron_augtree.planning.logits import in_small_waves
+from megatron_augtree.planning.offers import Job, Offer, cost_of
+from megatron_augtree.planning.sharing import merged, searched
 from megatron_augtree.planning.tree import ForestShape
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A job and the pool rank that its block begins with."""
-
-    job: Job
-    start: int
-
-    @property
-    def width(self) -> int:
-        return self.job.offer.choice.degree
-
 
 #: So few trees are worth counting several choices each.
 _FEW_TREES = 8
 _MANY_TREES = 32
 
+#: Of fewer rows a rank, estimates are far off.
+_FEW_ROWS = 16
+
+#: So many trees tell what all cost on a degree.
+_SAMPLE = 16
+
 #: An estimate that no seating comes near to.
-_NEVER = 1 << 61
-
-
-class Seated(NamedTuple):
-    """Trees on blocks, before their jobs are counted.
-
-    Attributes:
-        name: how it came about.
-        where: [tree] (ranks, first rank).
-        estimate_ns: finish of the last rank, by estimates.
-    """
-
-    name: str
-    where: list[tuple[int, int]]
-    estimate_ns: int
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """All jobs of a batch on the pool, widest first.
-
-    Attributes:
-        name: how it came about.
-        placed: the jobs.
-        time_ns: finish of the last rank; under a pipeline with what filling and draining it adds.
-        peak_bytes: of the heaviest rank, above what a step needs whatever its rows.
-    """
-
-    name: str
-    placed: tuple[Placed, ...]
-    time_ns: int
-    peak_bytes: int
-
-    def recipes(self, shape: ForestShape, pairs_per_row: int) -> tuple[list[Recipe], list[Event]]:
-        """Passes and events, job after job."""
-        recipes: list[Recipe] = []
-        events: list[Event] = []
-        for number, placed in enumerate(self.placed):
-            job, first = placed.job, len(recipes)
-            made, played = job_recipes(
-                job.offer.choice, shape, job.nodes, placed.start, number, first, pairs_per_row
-            )
-            recipes += made
-            events += played
-        return recipes, events
-
-
-def arrange(name: str, placed: Sequence[Placed], world: int, stages: int) -> Arrangement:
-    """An arrangement with its time: a rank's finish is the sum of the jobs that cover it, since wide ones
-    come first and blocks are nested."""
-    busy = [0] * world
-    for x in placed:
-        for rank in range(x.start, x.start + x.width):
-            busy[rank] += x.job.offer.time
-    slot = max((x.job.offer.slot for x in placed), default=0)
-    time = max(busy, default=0) + (stages - 1) * slot
-    peak = max((x.job.offer.peak for x in placed), default=0)
-    order = sorted(range(len(placed)), key=lambda i: (-placed[i].width, placed[i].start, i))
-    return Arrangement(name, tuple(placed[i] for i in order), time, peak)
+NEVER = 1 << 61
 
 
 class Pool:
@@ -122,21 +64,53 @@ class Pool:
         self.tree_groups = tree_groups
         self.costs: dict[tuple[int, int], int] = {}
         self._counted: dict[tuple[int, int], list[Job] | None] = {}
+        self._too_wide = world + 1  # blocks that are too slow with one pass each, by a tenth
 
     def arrangements(self) -> Iterator[Arrangement]:
+        """All of them; of those that come near to the best also with waves that make their logits once."""
+        best: int | None = None
+        for made in self._fused_logits():
+            yield made
+            best = made.time_ns if best is None else min(best, made.time_ns)
+            if self._makes_logits_twice and 50 * made.time_ns <= 51 * best:
+                yield from self._with_small_waves(made)
+
+    @property
+    def _makes_logits_twice(self) -> bool:
+        """Whether a rank has more scored rows than logits are made of at once."""
+        most = self.jobs.prices.model.logit_rows
+        return 0 < most * self.world < sum(self.shape.scored)
+
+    def _with_small_waves(self, made: Arrangement) -> Iterator[Arrangement]:
+        placed = []
+        for x in made.placed:
+            job = in_small_waves(self.jobs, x.job, self.launch_ns)
+            placed.append(x if job is None else Placed(job, x.start))
+        if any(new is not old for new, old in zip(placed, made.placed)):
+            yield arrange(f"{made.name}, logits once", placed, self.world, self.stages)
+
+    def _fused_logits(self) -> Iterator[Arrangement]:
         """The joint schedule and every uniform degree that estimates do not rule out, with and without shared
         passes."""
-        best, joint = None, self._joint()
-        if joint is not None:
-            best = joint.time_ns
+        best: int | None = None
+        starts: list[Arrangement] = []
+        for widths in self._ranges_of_widths():
+            joint = self._joint(widths)
+            if joint is None:
+                continue
+            starts.append(joint)
+            best = joint.time_ns if best is None else min(best, joint.time_ns)
             yield joint
             for shared in self._with_shared(joint, best):
                 best = min(best, shared.time_ns)
                 yield shared
         for seated in sorted(self._uniform(best), key=lambda x: x.estimate_ns):
             for made in self._counted_if_near(seated, best):
+                starts.append(made)
                 best = made.time_ns if best is None else min(best, made.time_ns)
                 yield made
+        if starts and self.jobs.options.copies < 2:
+            yield from searched(self, min(starts, key=lambda x: x.time_ns))
 
     def _counted_if_near(self, seated: Seated, best: int | None) -> Iterator[Arrangement]:
         """A seating's arrangements, where estimates, a few per cent off, come near to the best."""
@@ -147,15 +121,44 @@ class Pool:
                 least = made.time_ns if best is None else min(best, made.time_ns)
                 yield from self._with_shared(made, least)
                 return
-        blocks = self._blocks(seated)
-        estimates = [self.jobs.estimate(nodes, width) for (width, _), nodes in blocks.items()]
-        if best is None or None in estimates or 50 * max(x.cost for x in estimates) > 51 * best:
-            return
-        offers = [self.jobs.best(nodes, width) for (width, _), nodes in blocks.items()]
-        if None not in offers:
-            jobs = zip(blocks.items(), offers)
-            placed = [Placed(Job(nodes, 0, offer), start) for ((_, start), nodes), offer in jobs]
+        offers = self._one_pass_each(seated, best)
+        if offers is not None:
+            placed = [Placed(Job(nodes, 0, offer), start) for nodes, start, offer in offers]
             yield arrange(f"{seated.name}, one pass a block", placed, self.world, self.stages)
+
+    def _one_pass_each(
+        self, seated: Seated, best: int | None
+    ) -> list[tuple[tuple[int, ...], int, Offer]] | None:
+        """(nodes, first rank, offer) of every block, its trees in one pass; None where one does not fit, or
+        where estimates do not come near to the best: the fullest block says so first."""
+        if self.jobs.options.copies > 1:
+            return None
+        blocks = [
+            (self.jobs.ideal(nodes, width), nodes, width, start)
+            for (width, start), nodes in self._blocks(seated).items()
+        ]
+        blocks.sort(key=lambda block: -block[0])
+        for ideal, nodes, width, _ in blocks:
+            if best is not None and (width >= self._too_wide or ideal + self.launch_ns >= best):
+                return None
+            if self._least.bytes(nodes) > self.jobs.room * width:
+                return None
+            few = sum(self.shape.rows[n] for n in nodes) < _FEW_ROWS * width
+            offer = self.jobs.best(nodes, width) if few else self.jobs.estimate(nodes, width)
+            if offer is None:
+                return None
+            if best is not None and 50 * offer.cost > 51 * best:
+                # On wider blocks, each with as much more to do, only their fullest may be less full.
+                if 10 * (offer.cost - ideal + self._floor) > 11 * best:
+                    self._too_wide = width
+                return None
+        found = []
+        for _, nodes, width, start in blocks:
+            offer = self.jobs.best(nodes, width)
+            if offer is None:
+                return None
+            found.append((nodes, start, offer))
+        return found
 
     def _blocks(self, seated: Seated) -> dict[tuple[int, int], tuple[int, ...]]:
         """(ranks, first rank) -> nodes of all its trees."""
@@ -166,22 +169,36 @@ class Pool:
 
     def _with_shared(self, arrangement: Arrangement, best: int) -> Iterator[Arrangement]:
         """The arrangement with shared passes, where a block has several jobs and there is room for gain."""
-        mates = self._mates(arrangement)
+        mates = blocks_of(arrangement)
         if self._floor < best and any(len(x) > 1 for x in mates):
-            yield self._shared(arrangement, mates)
+            placed = [x for block in mates for x in merged(self.jobs, block)]
+            yield arrange(f"{arrangement.name}, shared passes", placed, self.world, self.stages)
 
     # Trees on blocks.
 
     def widths(self) -> list[int]:
-        """Powers of two up to the limit."""
-        if self.degree:
-            return [self.degree] if self.degree & (self.degree - 1) == 0 else []
-        return [1 << i for i in range(self.limit.bit_length())]
+        """Powers of two up to the limit, and beyond it, up to the pool, for groups of blocks with a part of a
+        tree on each; or the only degree, and its multiples by powers of two."""
+        least, most = (self.degree, self.degree) if self.degree else (1, self.limit)
+        most = self.world if self._in_parts else most
+        return [least << i for i in range((most // least).bit_length())]
 
-    def _joint(self) -> Arrangement | None:
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether a tree may go on several blocks; where degree and copies are forced, the degree is that of
+        all copies together."""
+        options, leaves = self.jobs.options, sum(not children for children in self.shape.children)
+        free = options.copies != 1 and not (self.degree and options.copies)
+        return free and options.limit > 0 and leaves > len(self.trees)
+
+    def _ranges_of_widths(self) -> list[list[int]]:
+        """What joint schedules choose from: all widths; where these include groups of blocks, single blocks
+        alone, too: more to choose from is not always better where the search is not exact."""
         widths = self.widths()
-        if not widths:
-            return None
+        single = [width for width in widths if width <= (self.degree or self.limit)]
+        return [widths] if single == widths else [widths, single]
+
+    def _joint(self, widths: Sequence[int]) -> Arrangement | None:
         if len(self.trees) == 1:
             return self._alone(widths)
         # Where many trees share the pool, none of those that end soon needs a wide block.
@@ -195,8 +212,9 @@ class Pool:
             times = [row + [-1] * (len(widths) - len(row)) for row in times]
             if any(max(row) < 0 for row in times):
                 return None
-            found = schedule(times, widths, self.world)
-            where = [(widths[i], start) for i, start in zip(found.width_index, found.start)]
+            unit = widths[0]
+            found = schedule(times, [width // unit for width in widths], self.world // unit)
+            where = [(widths[i], start * unit) for i, start in zip(found.width_index, found.start)]
             made = self._place(Seated("joint", where, found.makespan))
             if made is not None:  # otherwise a block has turned out too small: once for each at most
                 return made
@@ -250,9 +268,11 @@ class Pool:
     def _settle(self, jobs: Sequence[Job]) -> list[Job] | None:
         settled = []
         for job in jobs:
-            offer = self.jobs.settle(job.nodes, job.offer.choice)
-            if offer.peak > self.jobs.room or len(self.trees) <= _FEW_TREES:
-                offer = self.jobs.best(job.nodes, job.offer.choice.degree)
+            offer, choice = None, job.offer.choice
+            if len(self.trees) > _FEW_TREES:
+                offer = self.jobs.settle(job.nodes, choice)
+            if offer is None or offer.peak > self.jobs.room:
+                offer = self.jobs.best(job.nodes, choice.degree)
             if offer is None:
                 return None
             settled.append(Job(job.nodes, job.offset, offer))
@@ -262,24 +282,46 @@ class Pool:
 
     def _uniform(self, best: int | None) -> Iterator[Seated]:
         """All trees on blocks of one degree, longest first and groups in turn."""
-        for degree in self._degrees():
+        for degree in self.degrees():
             # A fifth more: some passes may yet be shared.
             plain = best is None or (self._may_pay(degree) and 4 * self._work(degree) < 5 * best)
             if not plain and self._least_shared(degree) >= best:
                 continue
-            if plain:
-                costs = [self.cost(tree, degree) for tree in self._numbers]
-                plain = min(costs) >= 0
+            costs = self._plain_costs(degree, best) if plain else None
+            plain = costs is not None
             if not plain:
                 costs = self.ideals
             full = [block[0] for block in cut_pool(self.world, degree) if len(block) == degree]
             turns = [group % len(full) for group in self.tree_groups]
-            for name, where in (("", longest_first(costs, [0] * len(full))), (", groups in turn", turns)):
+            dealt = {"": longest_first(costs, [0] * len(full)), ", groups in turn": turns}
+            if sorted(mates_of(turns)) == sorted(mates_of(dealt[""])):
+                del dealt[", groups in turn"]
+            for name, where in dealt.items():
                 loads = [0] * len(full)
                 for cost, block in zip(costs, where):
                     loads[block] += cost
-                finish = max(loads) if plain else _NEVER
+                finish = max(loads) if plain else NEVER
                 yield Seated(f"degree {degree}{name}", [(degree, full[b]) for b in where], finish)
+
+    def _plain_costs(self, degree: int, best: int | None) -> list[int] | None:
+        """[tree] estimated cost on a block of a degree; None where one does not fit there, or where the first
+        trees, spread over all, say that the degree is slower than the best by a tenth."""
+        order, done = self._spread, [0, 0]
+        for count, tree in enumerate(order):
+            cost = self.cost(tree, degree)
+            if cost < 0:
+                return None
+            done = [done[0] + cost, done[1] + self.ideals[tree]]
+            total = done[0] * sum(self.ideals) // max(1, done[1]) if count % 8 == 7 else 0
+            if best is not None and count >= _SAMPLE and 10 * total * degree > 11 * best * self.world:
+                return None
+        return [self.cost(tree, degree) for tree in self._numbers]
+
+    @cached_property
+    def _spread(self) -> list[int]:
+        """Trees so that the first few stand for all: by work, in strides."""
+        order = sorted(self._numbers, key=lambda tree: self.ideals[tree])
+        return [tree for first in range(_SAMPLE) for tree in order[first::_SAMPLE]]
 
     def _work(self, degree: int) -> int:
         """How long trees keep the pool busy on blocks of a degree, at the least, ns."""
@@ -292,11 +334,14 @@ class Pool:
         """[tree] what it takes on one rank without any fixed cost, ns."""
         return [self.jobs.ideal(nodes, 1) for nodes in self.trees]
 
-    def _degrees(self) -> list[int]:
+    def degrees(self) -> list[int]:
+        """Of uniform arrangements."""
         if self.degree:
             return [self.degree]
         divisors = {d for d in range(1, self.limit + 1) if self.world % d == 0} if self.world <= 64 else set()
-        return sorted({*self.widths(), *divisors, self.limit})
+        degrees = {*(w for w in self.widths() if w <= self.limit), *divisors, self.limit}
+        # A single tree has been on every block of a power of two.
+        return sorted(degrees.difference(self.widths()) if len(self.trees) == 1 else degrees)
 
     def _may_pay(self, degree: int) -> bool:
         """Whether the fixed costs of so few blocks leave a chance."""
@@ -304,6 +349,10 @@ class Pool:
         return degree in (self.limit, self.degree) or (trees - 1) * self.pass_ns <= 2 * self._floor
 
     # Shared passes.
+
+    @cached_property
+    def _least(self) -> Least:
+        return Least(self.shape, self.jobs.prices, self.jobs.options)
 
     @cached_property
     def launch_ns(self) -> int:
@@ -323,38 +372,9 @@ class Pool:
         """What all trees take on blocks of a degree, a pass a block, at least, ns: every rank has a tile of
         its own of every inner node on its block."""
         c, m = self.jobs.prices.cluster, self.jobs.prices.model
-        inner = sum(map(bool, self.shape.children)) * degree // self.world if degree > 1 else 0
+        rows, children = self.shape.rows, self.shape.children
+        # Fewer rows do not reach every rank.
+        inner = sum(bool(c) and r >= 2 * degree for r, c in zip(rows, children)) * degree // self.world
+        inner = inner if degree > 1 else 0
         tiles = inner * c.tile_ns * (100 + c.attention_backward_pct) // 100 * -(-m.layers // m.stages)
         return self._floor + tiles + self.launch_ns
-
-    def _mates(self, arrangement: Arrangement) -> list[list[Placed]]:
-        """Jobs of the same block."""
-        blocks: dict[tuple[int, int], list[Placed]] = {}
-        for x in arrangement.placed:
-            blocks.setdefault((x.start, x.width), []).append(x)
-        return list(blocks.values())
-
-    def _shared(self, arrangement: Arrangement, mates: Sequence[list[Placed]]) -> Arrangement:
-        """Jobs of one block in fewer passes, as many together as pays and fits."""
-        placed = [x for block in mates for x in self._merged(block)]
-        return arrange(f"{arrangement.name}, shared passes", placed, self.world, self.stages)
-
-    def _merged(self, mates: list[Placed]) -> list[Placed]:
-        best, size = mates, len(mates)
-        while size > 1:
-            made: list[Placed] = []
-            for first in range(0, len(mates), size):
-                part = mates[first : first + size]
-                # Memory adds up; where it then asks for more recompute, nothing is won.
-                if len(part) > 1 and sum(x.job.offer.peak for x in part) > self.jobs.room:
-                    break
-                nodes = tuple(sorted({n for x in part for n in x.job.nodes}))
-                offer = self.jobs.best(nodes, part[0].width) if len(part) > 1 else part[0].job.offer
-                if offer is None:
-                    break
-                made.append(Placed(Job(nodes, 0, offer), part[0].start))
-            else:
-                if sum(x.job.offer.cost for x in made) < sum(x.job.offer.cost for x in best):
-                    best = made
-            size = (size + 1) // 2 if size > 2 else 1
-        return best

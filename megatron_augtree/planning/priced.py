@@ -109,11 +109,24 @@ class Priced:
             pair = jobs.pair(kept, jobs.room) or nothing
             return [(pair, pair)]
         wave = turn.fit(jobs.room - kept.kept(nothing)) or nothing
-        spine = kept.beside(turn.peak(nothing)).fit(jobs.room) or nothing
+        spine = self._spine_pair(kept.beside(turn.peak(nothing)))
         return [
-            (kept.beside(turn.peak(wave)).fit(jobs.room) or nothing, wave),
+            (self._spine_pair(kept.beside(turn.peak(wave))), wave),
             (spine, turn.fit(jobs.room - kept.kept(spine)) or nothing),
         ]
+
+    def _spine_pair(self, kept: Demand) -> Pair:
+        """What the spine keeps: what fits, or, where it rests in host memory, what copies there leave worth
+        keeping."""
+        room = self.jobs.room
+        if self.spine[0].offloads:
+            copied = self.spine[0].copied()
+            for price in self.spine[1:]:
+                copied = copied.beside(price.copied())
+            best = copied.best()
+            if kept.peak(best) <= room:
+                return best
+        return kept.fit(room) or Pair(0, 0)
 
     def _peak(self, spine: Pair, wave: Pair) -> int:
         """Bytes of the heaviest rank: prefill or chunks stay while the waves come and go."""

@@ -17,16 +17,24 @@ from megatron_augtree.planning.baselines import (
     UNSHARED,
     Costs,
     baseline_recipes,
+    modes,
     recipes_of,
     seatings,
 )
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
+from megatron_augtree.planning.candidates import split_inner
+from megatron_augtree.planning.cost import Pair
+from megatron_augtree.planning.least import RowBytes, row_bytes
 from megatron_augtree.planning.plan import Event
-from megatron_augtree.planning.pool import Pool
+from megatron_augtree.planning.pool import NEVER, Pool
 from megatron_augtree.planning.recipe import Decision, Recipe
+from megatron_augtree.planning.sharing import FEW_NODES
 
 #: Modes whose forest the planner has; the others share nothing.
 RIVALS = tuple(mode for mode in BASELINES if mode not in UNSHARED)
+
+#: Modes that play a prompt first -> whether all its responses follow in one pass.
+_WAVES = {"ring-reuse-two-pass": True, "ring-reuse-per-response": False, "dcp-phased": True}
 
 
 class Rivals:
@@ -46,63 +54,143 @@ class Rivals:
         # Estimates may be a few per cent off, and waves may project their rows on the vocabulary once where a
         # fused pass does so twice.
         vocabulary = pool.jobs.prices.vocabulary
+        self._once: dict[str, list[int]] = {}
         self._twice = [vocabulary.ns(sum(shape.scored[n] for n in nodes)) for nodes in pool.trees]
 
     def faster_than(self, time_ns: int | None) -> Iterator[Decision]:
         """Peers' plans but those that cannot be faster than `time_ns`; None prices all."""
-        pool = self.pool
         for mode in RIVALS:
             if mode in FREE:
-                yield from self._free(mode, time_ns)
-            elif pool.world % self.limit == 0 and not self._all_too_slow(mode, time_ns):
-                made = baseline_recipes(
-                    mode, pool.shape, pool.tree_groups, pool.world, self.limit, self.costs
-                )
-                yield self._priced(mode, *made)
+                if time_ns is None or self._fits(mode, self.limit):
+                    yield from self._free(mode, time_ns)
+                continue
+            for degree in self._degrees(mode):
+                if time_ns is None or (self._fits(mode, degree) and not self._is_slow(mode, degree, time_ns)):
+                    yield from self._at(mode, degree)
 
-    def _rules_out(self, time_ns: int | None, least: int) -> bool:
-        return time_ns is not None and least >= time_ns
+    def _degrees(self, mode: str) -> list[int]:
+        """The limit; of small batches also what divides it and the pool, where a tree is one job."""
+        found = [d for d in range(1, self.limit + 1) if self.pool.world % d == 0]
+        return found if self._small and mode in modes.SEATED else [d for d in found if d == self.limit]
+
+    @cached_property
+    def _small(self) -> bool:
+        """Whether pricing peers costs no more than ruling them out."""
+        return 1 < len(self.rows) and len(self.pool.shape.rows) <= FEW_NODES and self.pool.world <= 64
+
+    def _at(self, mode: str, degree: int) -> Iterator[Decision]:
+        """A peer's plans of a degree: all seatings of one in which a tree is one job, or what it runs."""
+        pool = self.pool
+        step = pool.shape, pool.tree_groups, pool.world
+        if mode not in modes.SEATED:
+            yield self._priced(mode, *baseline_recipes(mode, *step, degree, self.costs))
+            return
+        for seating in seatings(mode, *step, self.costs, [degree]):
+            yield self._priced(mode, *recipes_of(mode, pool.shape, seating))
 
     def _priced(self, mode: str, recipes: list[Recipe], events: list[Event], note: str) -> Decision:
         return Decision(mode, recipes, events, note, *self.costs.price(self.pool.shape, recipes, events))
 
-    def _all_too_slow(self, mode: str, time_ns: int | None) -> bool:
-        """Whether a peer with one degree is too slow even if it balanced perfectly: by what its jobs take at
-        the least, or else by what ours are estimated to take."""
-        if mode.startswith("dcp") and not self._rules_out(time_ns, self._in_batches):
-            return False
-        trees = range(len(self.rows))
-        for cost in (self._floor, self._job):
-            costs = [cost(tree, self.limit) for tree in trees]
-            if self._rules_out(time_ns, max(max(costs), sum(costs) * self.limit // self.pool.world)):
-                return True
-        return False
+    # Memory.
+
+    def _fits(self, mode: str, degree: int) -> bool:
+        """Whether every tree may fit under a peer on blocks of a degree: peers keep what the flags say, and
+        what they keep and work with, spread evenly, is the least of the heaviest rank. No peer that does not
+        fit is ever chosen, so it is ruled out before anything of it is made."""
+        return self._all_fit(mode, [degree] * len(self.rows))
+
+    def _all_fit(self, mode: str, widths: Sequence[int]) -> bool:
+        room = self.pool.jobs.room
+        return all(self._least_bytes(mode, t) <= room * width for t, width in zip(self.pool.trees, widths))
+
+    def _least_bytes(self, mode: str, nodes: Sequence[int]) -> int:
+        """Bytes that some nodes take on all ranks of their block at the least, a job of theirs at a time."""
+        shape = self.pool.shape
+        inner, leaves = split_inner(shape, nodes)
+        spine, tail = (sum(shape.rows[n] for n in part) for part in (inner, leaves))
+        row = self._row
+        whole = (spine + tail) * row.alone
+        if mode == "paper":  # rounds may be as small as a response; the plain ring plays one after the other
+            alone = max(shape.starts[n] + shape.rows[n] for n in leaves) * row.alone
+            whole = min(alone, spine * (row.kept + row.state)) if inner else alone
+        elif inner and mode in _WAVES:
+            wave = tail if _WAVES[mode] else max(shape.rows[n] for n in leaves)
+            whole = spine * (row.kept + row.state) + wave * row.alone
+        return whole
 
     @cached_property
-    def _in_batches(self) -> int:
-        """What DCP takes about at the least, ns: it may play all trees of a replica in one pass. On few ranks
-        it is 0: pricing the plan costs no more."""
+    def _row(self) -> RowBytes:
+        """Bytes of a row by the flags."""
+        m = self.pool.jobs.prices.model
+        return row_bytes(self.pool.jobs.prices, Pair(m.layers - m.recomputed, m.attention_kept))
+
+    # Time.
+
+    def _is_slow(self, mode: str, degree: int, time_ns: int) -> bool:
+        """Whether a peer with one degree is too slow even if it balanced perfectly: by what its jobs take at
+        the least, or else by what ours are estimated to take."""
+        trees = sorted(range(len(self.rows)), key=lambda tree: -self.rows[tree])
+        costs = [self._floor(tree, degree) for tree in range(len(trees))]
+        for done in range(0, len(trees), 8):
+            if self._together(mode, degree, costs) >= time_ns:
+                return True
+            for tree in trees[done : done + 8]:
+                costs[tree] = self._job(tree, degree)
+        return self._together(mode, degree, costs) >= time_ns
+
+    def _together(self, mode: str, degree: int, costs: Sequence[int]) -> int:
+        """What all trees take at the least, if one takes `costs` on a block of a degree: the longest, and an
+        even share of all.
+
+        DCP may play all trees of a replica in one pass, where they fit together. For small batches, and on
+        few ranks, that is an even share of all work: pricing the plan costs no more than estimating it."""
         pool = self.pool
-        if pool.world <= 8 or pool.stages > 1:
-            return 0
-        latest, replicas = 0, pool.world // self.limit
-        where = longest_first(pool.ideals, [0] * replicas)
-        for replica in range(replicas):
-            mine = [tree for tree, taker in enumerate(where) if taker == replica]
-            took = sum(self._floor(tree, self.limit) for tree in mine)
-            if len(mine) > 1:
+        if not mode.startswith("dcp"):
+            return max(max(costs), sum(costs) * degree // pool.world)
+        if self._small or pool.world <= 8 or pool.stages > 1:
+            return sum(pool.ideals) // pool.world + pool.launch_ns
+        batches = zip(self._replicas, self._batches(mode))
+        return max(min(sum(costs[t] for t in mine), once * 48 // 50) for mine, once in batches)
+
+    @cached_property
+    def _replicas(self) -> list[list[int]]:
+        """[replica] its trees, dealt out evenly."""
+        count = self.pool.world // self.limit
+        where = longest_first(self.pool.ideals, [0] * count)
+        return [[t for t, taker in enumerate(where) if taker == replica] for replica in range(count)]
+
+    def _batches(self, mode: str) -> list[int]:
+        """[replica] what its trees are estimated to take in one pass; much, where they do not fit or are one
+        tree only."""
+        if mode not in self._once:
+            pool, room, found = self.pool, self.pool.jobs.room * self.limit, []
+            for mine in self._replicas:
                 nodes = tuple(sorted(n for tree in mine for n in pool.trees[tree]))
-                offer = pool.jobs.estimate(nodes, self.limit)
-                took = took if offer is None else min(took, offer.cost)
-            latest = max(latest, took)
-        return latest * 48 // 50
+                offer = None
+                if len(mine) > 1 and self._least_bytes(mode, nodes) <= room:
+                    offer = pool.jobs.estimate(nodes, self.limit)
+                found.append(NEVER if offer is None else offer.cost)
+            self._once[mode] = found
+        return self._once[mode]
 
     def _floor(self, tree: int, width: int) -> int:
-        """What a tree takes on a block at the least, ns; more where its jobs there are estimated already."""
+        """What a tree takes on a block at the least, ns: its even share, what the flags recompute included;
+        more where our jobs there are estimated already."""
         pool = self.pool
-        floor = pool.ideals[tree] // width + pool.launch_ns
+        floor = (pool.ideals[tree] + self._again[tree]) // width + pool.launch_ns
         known = pool.costs.get((tree, width), 0)
         return max(floor, known * 49 // 50 - self._twice[tree] // width) if pool.stages == 1 else floor
+
+    @cached_property
+    def _again(self) -> list[int]:
+        """[tree] what runs again by the flags, on one rank, ns."""
+        prices, shape = self.pool.jobs.prices, self.pool.shape
+        m, found = prices.model, []
+        for nodes, rows in zip(self.pool.trees, self.rows):
+            linear = prices.linear.ns(rows) + prices.beside.ns(rows)
+            attention = prices.attention.ns(sum(shape.area(n) for n in nodes)) if m.recomputed else 0
+            found.append((m.recomputed * linear + (m.recomputed - m.attention_kept) * attention) // m.stages)
+        return found
 
     def _job(self, tree: int, width: int) -> int:
         """The same, with jobs estimated now."""
@@ -115,11 +203,11 @@ class Rivals:
         for degree in widths(pool.world):
             limit = -(-max(self.rows) // degree)
             asked = [degree_of(rows, limit, pool.world) for rows in self.rows]
-            if degree > self.limit or self._rules_out(time_ns, self._even(asked)):
+            if degree > self.limit or (time_ns is not None and self._even(asked) >= time_ns):
                 continue
             for seating in seatings(mode, pool.shape, pool.tree_groups, pool.world, self.costs, [degree]):
                 wide = self.limited and any(seat.width > self.limit for seat in seating.seats)
-                if wide or self._rules_out(time_ns, self._finish(seating.seats)):
+                if wide or (time_ns is not None and self._is_out(mode, seating.seats, time_ns)):
                     continue
                 rival = self._priced(mode, *recipes_of(mode, pool.shape, seating))
                 if best is None or rival.time_ns < best.time_ns:
@@ -132,11 +220,23 @@ class Rivals:
         costs = [self._floor(tree, width) for tree, width in enumerate(asked)]
         return max(max(costs), sum(c * w for c, w in zip(costs, asked)) // self.pool.world)
 
-    def _finish(self, seats: Sequence[Seat]) -> int:
-        """When the last rank of a seating ends at the earliest, ns."""
-        busy = [0] * self.pool.world
-        for tree, start, width in seats:
-            cost = self._floor(tree, width)
-            for rank in range(start, start + width):
-                busy[rank] += cost
-        return max(busy)
+    def _is_out(self, mode: str, seats: Sequence[Seat], time_ns: int) -> bool:
+        """Whether a seating does not fit, or its last rank does not end before: trees on the rank that seems
+        to be the last are estimated until it surely is, or all of them are known."""
+        if not self._all_fit(mode, [width for _, _, width in sorted(seats)]):
+            return True
+        while True:
+            busy = [0] * self.pool.world
+            for tree, start, width in seats:
+                cost = self._floor(tree, width)
+                for rank in range(start, start + width):
+                    busy[rank] += cost
+            last = busy.index(max(busy))
+            if busy[last] >= time_ns:
+                return True
+            mine = [(tree, width) for tree, start, width in seats if start <= last < start + width]
+            new = [place for place in mine if place not in self.pool.costs]
+            for tree, width in new:
+                self._job(tree, width)
+            if not new:
+                return False

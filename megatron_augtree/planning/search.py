@@ -12,15 +12,20 @@ from megatron_augtree.planning.cluster import GIB, Cluster
 from megatron_augtree.planning.cost import Prices, pairs_per_row
 from megatron_augtree.planning.fast import make_jobs
 from megatron_augtree.planning.jobs import Jobs
+from megatron_augtree.planning.lock_step import LockStep, in_step, out_of_step
 from megatron_augtree.planning.offers import EVERY_RANK, Options
 from megatron_augtree.planning.plan import Event, counted
 from megatron_augtree.planning.pool import Arrangement, Pool
 from megatron_augtree.planning.price import price_recipes
 from megatron_augtree.planning.recipe import Decision, Recipe
 from megatron_augtree.planning.rivals import Rivals
+from megatron_augtree.planning.slots import promising, with_shorter_slots
 from megatron_augtree.planning.tree import ForestShape
 
-_ROOM_FOR_KEYS = "a block has ranks for the primitive, leaves for copies and waves, spine rows for chunks"
+_ROOM_FOR_KEYS = (
+    "a block has ranks for the primitive, a tree ranks that copies divide and leaves for copies and waves, "
+    "its spine rows for chunks"
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class Search:
         found = None if best is None else self._decision(best)
         if self.forced and found is not None and not self._obeys(found):
             raise self._refusal(_ROOM_FOR_KEYS)
-        if not self.forced:
+        # Few peers keep step; they are no candidates then.
+        if not self.forced and not self.config.lock_step:
             found = self._with_rivals(found)
         if found is None:
             raise self._nothing_fits()
@@ -97,14 +103,26 @@ class Search:
             made = baseline_recipes(
                 mode, self.shape, self.tree_groups, self.world, self.config.degree, costs
             )
-            return Decision(mode, *made, *costs.price(self.shape, made[0], made[1]))
+            found = [Decision(mode, *made, *costs.price(self.shape, made[0], made[1]))]
+            return self._in_step(mode, found)[0]
         degrees = [d for d in degrees_of(mode, self.world) if d <= limit]
         found = []
         for made in variants(mode, self.shape, self.tree_groups, self.world, costs, degrees):
             if max((r.width for r in made[0]), default=0) <= limit:
                 found.append(Decision(mode, *made, *costs.price(self.shape, made[0], made[1])))
-                self._consider(found[-1])
+        found = self._in_step(mode, found)
+        for x in found:
+            self._consider(x)
         return min(found, key=lambda x: (x.peak_bytes > self.budget, x.time_ns))
+
+    def _in_step(self, mode: str, found: list[Decision]) -> list[Decision]:
+        """Those of a mode's plans that keep step, where that is asked for."""
+        if not self.config.lock_step:
+            return found
+        kept = [in_step(x, self.shape, self.prices, self.world) for x in found]
+        if not any(kept):
+            raise out_of_step(f"--context-parallel-mode {mode}, {self.world} ranks")
+        return [x for x in kept if x is not None]
 
     def _with_rivals(self, found: Decision | None) -> Decision | None:
         """The plan, or that of a peer which is cheaper."""
@@ -117,16 +135,27 @@ class Search:
         return found
 
     def _best_arrangement(self) -> Arrangement | None:
-        best = None
-        for pool in self._pools():
+        found: list[Arrangement] = []
+        pools = list(self._pools())
+        for pool in pools:
             self._pool = pool
-            for arrangement in pool.arrangements():
-                arrangement = self._where_it_lies(arrangement)
-                peak = arrangement.peak_bytes + self.prices.cluster.base_bytes
-                self._consider(Decision("augtree", [], [], arrangement.name, arrangement.time_ns, peak))
-                if best is None or arrangement.time_ns < best.time_ns:
-                    best = arrangement
-        return best
+            found += self._arrangements(pool)
+        if self.prices.model.stages > 1 and not self.config.lock_step:
+            ways = [pool.jobs for pool in pools]
+            changed = [with_shorter_slots(x, ways, self.world) for x in promising(found)]
+            found += [self._where_it_lies(x) for x in changed if x is not None]
+        for x in found:
+            peak = x.peak_bytes + self.prices.cluster.base_bytes
+            self._consider(Decision("augtree", [], [], x.name, x.time_ns, peak))
+        return min(found, key=lambda x: x.time_ns, default=None)
+
+    def _arrangements(self, pool: Pool) -> Iterator[Arrangement]:
+        if not self.config.lock_step:
+            yield from map(self._where_it_lies, pool.arrangements())
+            return
+        lock_step = LockStep(pool)
+        yield from lock_step.arrangements()
+        pool.jobs.leanest = lock_step.leanest
 
     def _where_it_lies(self, x: Arrangement) -> Arrangement:
         """The arrangement priced on its own ranks: jobs are counted as if blocks began with a node, which
@@ -148,9 +177,10 @@ class Search:
                 self._jobs(weight), self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups
             )
 
-    def _jobs(self, slot_weight: int = 0) -> Jobs:
-        room, options = self.budget - self.prices.cluster.base_bytes, self.options()
-        return make_jobs(self.shape, self.prices, self.unit, room, options, slot_weight, world=self.world)
+    def _jobs(self, slot_weight: int = 0, limit: int = 0) -> Jobs:
+        room, options = self.budget - self.prices.cluster.base_bytes, self.options(limit)
+        world = max(limit, self.world)
+        return make_jobs(self.shape, self.prices, self.unit, room, options, slot_weight, world=world)
 
     def _decision(self, arrangement: Arrangement) -> Decision:
         recipes, events = arrangement.recipes(self.shape, self.unit)
@@ -175,8 +205,9 @@ class Search:
 
     # What is forced.
 
-    def options(self) -> Options:
-        """What is tried: everything, or what is forced."""
+    def options(self, limit: int = 0) -> Options:
+        """What is tried: everything, or what is forced; on blocks of at most `limit` ranks, or of those that
+        there may be."""
         forced, free = self.forced, Options()
         waits = self._forces_waves()
         primitive, pieces = forced.get("primitive"), free.pieces
@@ -190,9 +221,13 @@ class Search:
         whole = -2
         if self._recompute_is_free():
             whole = forced.get("keep_layers", 0 if "keep_attention" in forced else -1)
-        copies = forced.get("copies", 1 if {"degree", "waves", "chunks"} & forced.keys() else 0)
+        copies = forced.get("copies", 1 if {"waves", "chunks"} & forced.keys() else 0)
+        # The degree of all copies together, or of every block.
+        only = 0 if "copies" in forced else forced.get("degree", 0)
+        least = max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1)
         return Options(
-            least=max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1),
+            least=max(least, only),
+            limit=only or limit or self._limit(),
             lane_degree=forced.get("lane_degree", 0),
             pieces=pieces,
             fused=phased != 2,
@@ -216,13 +251,23 @@ class Search:
 
     def _check_forced(self) -> None:
         forced, limit = self.forced, self._limit()
-        degree, copies = forced.get("degree", limit), forced.get("copies", 1)
-        lane = forced.get("lane_degree", 1)
-        phase, ranks = forced.get("phase"), degree // copies
+        copies, lane, phase = forced.get("copies", 1), forced.get("lane_degree", 1), forced.get("phase")
+        degree = forced.get("degree", 0)
+        ranks = degree // copies if degree else min(limit, self.world // copies)
+        powers = [1 << i for i in range(self.world.bit_length())]
+        divisors = [w for w in range(1, limit + 1) if self.world % w == 0]
+        widths = [degree] if degree else [*powers, *divisors, limit]
         waiting = self._forces_waves()
         rules = (
-            (degree > limit, "degree is at most --context-parallel-size (the pool if not given)"),
-            (degree % copies, "copies divides degree: each copy gets degree / copies ranks"),
+            (
+                degree > self.world or ranks > limit,
+                "degree is at most the pool, degree / copies at most --context-parallel-size (the pool if "
+                "not given)",
+            ),
+            (
+                not any(width % copies == 0 and width // copies <= limit for width in widths),
+                "copies divides degree: each copy gets degree / copies ranks",
+            ),
             (lane > ranks or ranks % lane, "lane_degree divides degree / copies"),
             (
                 "pieces" in forced and forced.get("primitive", "gather_kv") != "gather_kv",
@@ -287,15 +332,22 @@ class Search:
 
     def _nothing_fits(self) -> AugTreeError:
         """The error of the tree that fits nowhere: what it needs here, and how many ranks would do."""
-        jobs, copies = self._jobs(), self.forced.get("copies", 1)
-        pool = Pool(jobs, self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups)
+        if self.config.lock_step and self._pool.jobs.leanest is not None:
+            lean = self._pool.jobs.leanest
+            return self.over_budget(str(lean.choice), lean.peak + self.prices.cluster.base_bytes)
+        jobs, limit = self._jobs(), self._limit()
+        degree, copies = self.forced.get("degree", 0), self.forced.get("copies", 0)
+        pool = Pool(jobs, self.world, limit, degree, self.tree_groups)
         for tree, root in enumerate(self.shape.roots):
-            widths = {*pool.widths(), self.forced.get("degree", self._limit())}
+            widths = {*pool.widths(), degree or limit}
             if any(pool.settled(tree, width) for width in widths):
                 continue
-            for width in sorted(w for w in widths if w % copies == 0):
-                for part in copies_of(self.shape, pool.trees[tree], copies, self.unit):
-                    jobs.best(part, width // copies)
+            for width in sorted(widths):
+                # On more ranks than a block may have, as few parts as that takes.
+                parts = copies or max(1, width // (degree or 1 << (limit.bit_length() - 1)))
+                if width % parts == 0 and width // parts <= limit:
+                    for part in copies_of(self.shape, pool.trees[tree], parts, self.unit):
+                        jobs.best(part, width // parts)
             if jobs.leanest is not None:
                 base = self.prices.cluster.base_bytes
                 return self.over_budget(str(jobs.leanest.choice), jobs.leanest.peak + base, root, jobs)
@@ -325,8 +377,9 @@ class Search:
 
     def _ranks_that_fit(self, jobs: Jobs, nodes: Sequence[int]) -> int:
         """The narrowest wider block on which a tree fits, up to eight times the limit; 0 is none."""
-        width = 1 << self._limit().bit_length()
-        while width <= 8 * self._limit():
+        width, most = 1 << self._limit().bit_length(), 8 * self._limit()
+        jobs = self._jobs(limit=most)
+        while width <= most:
             if jobs.with_copies(nodes, width) is not None:
                 return width
             width *= 2

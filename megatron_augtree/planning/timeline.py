@@ -6,20 +6,26 @@ for the slowest. Names of passes are those of the measured trace, so that both c
 
     rank 0   |fused 0 forward     |fused 0 backward            |
     rank 1   |fused 0 forward wait|fused 0 backward        wait|
+
+In lock-step all ranks of the pool begin their first, second, ... event together (`lock_step.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_augtree.planning.cost import NS, PassPrice, Prices
+from megatron_augtree.planning.fast import FastJobs, make_jobs
 from megatron_augtree.planning.loads import PassLoads
-from megatron_augtree.planning.plan import Pass, Plan
+from megatron_augtree.planning.offers import Options
+from megatron_augtree.planning.plan import Event, Pass, Plan
+
+#: (forward ns, backward ns, rows) of a rank in a pass.
+Times = Sequence[int]
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """What one rank does for a while.
 
     Attributes:
@@ -47,40 +53,97 @@ def span_name(p: Pass, action: str) -> str:
     return f"{p.kind} {p.id} {action}"
 
 
-def timeline(plan: Plan, prices: Prices) -> list[Bar]:
+def timeline(plan: Plan, prices: Prices, *, lock_step: bool = False) -> list[Bar]:
     """The plan's events at their priced times, in the order of the plan.
 
     Args:
         plan: what is played.
         prices: of the model and the machine that the plan was made for.
+        lock_step: every rank's k-th event begins, and ends, with all others' k-th.
 
     Returns:
         One bar an event and rank of its block.
     """
-    loads = [
-        PassLoads(plan.shape, p, [plan.passes[read].placement for read in p.reads], prices.cluster.node_ranks)
-        for p in plan.passes
-    ]
-    times = [_rank_times(prices, load) for load in loads]
-    free = [0] * plan.world
+    times = rank_times(plan, prices)
+    slowest = [[max(column) for column in zip(*ranks)] for ranks in times]
+    spans = _in_step(plan, slowest) if lock_step else _when_free(plan, slowest)
     bars = []
-    for action, pass_id in plan.events:
+    for (action, pass_id), (start, duration) in zip(plan.events, spans):
         p, backward = plan.passes[pass_id], action == "backward"
-        own = [time[backward] for time in times[pass_id]]
-        start, duration, name = max(free[rank] for rank in p.block), max(own), span_name(p, action)
-        for index, rank in enumerate(p.block):
-            rows = loads[pass_id].ranks[index].rows
-            bars.append(Bar(rank, pass_id, action, start / NS, duration / NS, own[index] / NS, rows, name))
-            free[rank] = start + duration
+        name, begin, lasts = span_name(p, action), start / NS, duration / NS
+        for rank, own in zip(p.block, times[pass_id]):
+            bars.append(Bar(rank, pass_id, action, begin, lasts, own[backward] / NS, own[2], name))
     return bars
 
 
-def _rank_times(prices: Prices, loads: PassLoads) -> list[tuple[int, int]]:
-    """[block rank] (forward, backward) ns of a pass if no rank waited for another."""
-    price, pair, times = PassPrice(prices, loads, provides=False), prices.pair(loads.p), []
-    for line in list(price.lines):
+def _when_free(plan: Plan, slowest: Sequence[Times]) -> list[tuple[int, int]]:
+    """[event] (start, duration), ns: each where the ranks of its block are free."""
+    free, spans = [0] * plan.world, []
+    for action, pass_id in plan.events:
+        block, duration = plan.passes[pass_id].block, slowest[pass_id][action == "backward"]
+        start = max(free[rank] for rank in block)
+        for rank in block:
+            free[rank] = start + duration
+        spans.append((start, duration))
+    return spans
+
+
+def _in_step(plan: Plan, slowest: Sequence[Times]) -> list[tuple[int, int]]:
+    """[event] (start, duration), ns: each with all ranks' events of the same number."""
+    numbers = event_numbers([p.block for p in plan.passes], plan.events, plan.world)
+    lasts = [0] * (max(numbers, default=-1) + 1)
+    for number, (action, pass_id) in zip(numbers, plan.events):
+        lasts[number] = max(lasts[number], slowest[pass_id][action == "backward"])
+    starts = [sum(lasts[:number]) for number in range(len(lasts))]
+    return [(starts[number], lasts[number]) for number in numbers]
+
+
+def event_numbers(blocks: Sequence[Sequence[int]], events: Sequence[Event], world: int) -> list[int]:
+    """[event] how many events its block's ranks have played before, the one with most of them.
+
+    Args:
+        blocks: [pass] its ranks.
+        events: what is played.
+        world: ranks of the pool.
+    """
+    played, numbers = [0] * world, []
+    for _, pass_id in events:
+        number = max(played[rank] for rank in blocks[pass_id])
+        for rank in blocks[pass_id]:
+            played[rank] = number + 1
+        numbers.append(number)
+    return numbers
+
+
+def rank_times(plan: Plan, prices: Prices) -> list[list[Times]]:
+    """[pass][block rank] (forward ns, backward ns, rows) if no rank waited for another; by the core where it
+    is there and blocks are neighbours.
+
+    Args:
+        plan: a checked plan.
+        prices: model and machine.
+    """
+    # Times need no room and no options.
+    jobs = make_jobs(plan.shape, prices, 1, 0, Options(), world=plan.world)
+    neighbours = all(p.block == tuple(range(p.block[0], p.block[0] + len(p.block))) for p in plan.passes)
+    if not isinstance(jobs, FastJobs) or not neighbours:
+        return [_times(plan, p, prices) for p in plan.passes]
+    found, first = jobs.rank_times(plan.passes), 0
+    times = []
+    for p in plan.passes:
+        times.append(found[first : first + len(p.block)])
+        first += len(p.block)
+    return times
+
+
+def _times(plan: Plan, p: Pass, prices: Prices) -> list[Times]:
+    """`rank_times` of one pass."""
+    states = [plan.passes[read].placement for read in p.reads]
+    loads = PassLoads(plan.shape, p, states, prices.cluster.node_ranks)
+    price, pair, times = PassPrice(prices, loads, provides=False), prices.pair(p), []
+    for line, load in zip(list(price.lines), loads.ranks):
         price.lines = [line]
-        times.append(price.time(pair))
+        times.append([*price.time(pair), load.rows])
     return times
 
 

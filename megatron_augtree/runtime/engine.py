@@ -95,6 +95,8 @@ class Engine:
         trace: where spans are recorded, or None.
         keep_attention: layers, from the first, that keep their attention where they are recomputed; -1: all.
             Of passes that do not say it themselves.
+        trim: called before a pass runs, forward or backward, while others wait for their backward: gives back
+            to the system what was freed around what they keep. None: freed memory stays where it is.
     """
 
     plan: Plan
@@ -105,6 +107,7 @@ class Engine:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     trace: Trace | None = None
     keep_attention: int = 0
+    trim: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.plan.check_fits(self.forest.shape, self.transport.world)
@@ -214,9 +217,12 @@ class PassRunner:
     def __init__(self, engine: Engine, forward_only: bool) -> None:
         self.engine, self.forward_only = engine, forward_only
         self.states = {pass_id: PromptState() for pass_id in engine.plan.provides}
+        self._waiting: set[int] = set()
 
     def model_forward(self, p: Pass) -> Tensor:
         """[n, k] values of the scored rows of a pass on this process's ranks, one rank after the other."""
+        self._trim(p)
+        self._waiting.add(p.id)
         with torch.set_grad_enabled(not self.forward_only), self._span(p, "forward"):
             return self.engine.forward(p, self.states, forward_only=self.forward_only)
 
@@ -226,9 +232,15 @@ class PassRunner:
         Also where no row carries a loss: other ranks wait for this rank's dK and dV.
         """
         if not self.forward_only:
+            self._trim(p)
             with self._span(p, "backward"):
                 torch.autograd.backward([output], [roots])
+        self._waiting.discard(p.id)
         self.states.pop(p.id, None)
+
+    def _trim(self, p: Pass) -> None:
+        if self.engine.trim is not None and self._waiting - {p.id}:
+            self.engine.trim()
 
     def _span(self, p: Pass, name: str):
         trace = self.engine.trace

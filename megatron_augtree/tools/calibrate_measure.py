@@ -10,7 +10,6 @@ One code serves both devices: on a GPU a `Clock` reads CUDA events, on a CPU the
 
 from __future__ import annotations
 
-import ctypes
 import json
 import statistics
 import time
@@ -25,6 +24,7 @@ from megatron_augtree.attention.kernels import Kernel, Segment, SegmentGrad, get
 from megatron_augtree.attention.merge import merge_
 from megatron_augtree.config import AugTreeConfig
 from megatron_augtree.data.records import Group, Response
+from megatron_augtree.mcore.cpu import trim_heap
 from megatron_augtree.mcore.memory import PeakMemory
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.sampler import StepBatch, plan_step
@@ -390,10 +390,3 @@ class PassTimer:
         loss = -values.values.sum()
         self.turned = self.clock.mark()
         return loss, {}
-
-
-def trim_heap() -> None:
-    """Give what was freed back to the system, so that a peak starts from what is in use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

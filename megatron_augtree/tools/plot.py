@@ -29,7 +29,9 @@ _TALLEST = 40.0
 _LABELS = 64
 
 
-def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> None:
+def plot_plan(
+    plan: Plan, model: ModelShape, cluster: Cluster, path: str, *, lock_step: bool = False
+) -> None:
     """Draws which rank holds which rows (above) and which rank does what when (below).
 
     Args:
@@ -37,10 +39,11 @@ def plot_plan(plan: Plan, model: ModelShape, cluster: Cluster, path: str) -> Non
         model: sizes of the model.
         cluster: the machine that the plan was priced for.
         path: the PNG.
+        lock_step: see `planning.timeline.timeline`.
     """
     figure = _figure(11.0, min(3.2 + 0.8 * plan.world, _TALLEST))
     rows, time = figure.subplots(2, 1)
-    bars = timeline(plan, Prices(model, cluster))
+    bars = timeline(plan, Prices(model, cluster), lock_step=lock_step)
     _draw_rows(rows, plan)
     _draw_time(time, plan, bars)
     labelled = range(0, plan.world, -(-plan.world // _LABELS))

@@ -41,7 +41,7 @@ def test_augtree_flags_are_frozen():
         "--context-parallel-mode", "--context-parallel-size", "--augtree-force", "--augtree-plan",
         "--augtree-memory-budget-gib", "--augtree-recompute", "--augtree-min-shared-rows",
         "--augtree-keep-attention", "--augtree-kernel", "--augtree-cluster",
-        "--augtree-logit-chunk-mib", "--augtree-trace-dir", "--augtree-guard-steps"]
+        "--augtree-logit-chunk-mib", "--augtree-trace-dir", "--augtree-guard-steps", "--augtree-lock-step"]
     assert all(action.help for action in parser._actions)
     parser.format_help()
 
@@ -50,13 +50,15 @@ def test_every_field_arrives():
     values = {"mode": "augtree", "degree": 2, "force": "waves=2", "plan_path": "plan.json",
               "memory_budget_gib": 1.5, "recompute": "flags", "min_shared_rows": 3, "keep_attention": -1,
               "kernel": "reference",
-              "cluster": "h100", "logit_chunk_mib": 8, "trace_dir": "traces", "guard_steps": 5}
+              "cluster": "h100", "logit_chunk_mib": 8, "trace_dir": "traces", "guard_steps": 5,
+              "lock_step": True}
     assert set(values) == {field.name for field in dataclasses.fields(AugTreeConfig)}
     args = parse("--context-parallel-mode augtree --context-parallel-size 2 --augtree-force waves=2 "
                  "--augtree-plan plan.json --augtree-memory-budget-gib 1.5 --augtree-recompute flags "
                  "--augtree-min-shared-rows 3 "
                  "--augtree-kernel reference --augtree-cluster h100 --augtree-logit-chunk-mib 8 "
-                 "--augtree-trace-dir traces --augtree-keep-attention -1 --augtree-guard-steps 5")
+                 "--augtree-trace-dir traces --augtree-keep-attention -1 --augtree-guard-steps 5 "
+                 "--augtree-lock-step")
     assert augtree_config(args) == AugTreeConfig(**values)
 
 

@@ -116,6 +116,24 @@ def test_what_the_planner_chooses_and_is_forced_to(lab, data, kind):
     assert not failed
 
 
+@pytest.mark.parametrize("data", ("ragged", "three_levels", "inner_losses", "several"))
+def test_a_tree_over_more_blocks_than_one(lab, data):
+    """Parts of a tree on a group of small blocks; inner nodes, and their losses, are in several of them."""
+    groups, want = lab.data(data)
+    model, failed = model_shape(lab.tree.config, f.VOCAB), {}
+    for world, limit, copies in ((8, 2, 4), (4, 1, 4), (8, 2, 2), (6, 3, 2)):
+        config = AugTreeConfig(degree=limit, force=f"copies={copies}", min_shared_rows=4)
+        batch = plan_step(groups, model, world, config)
+        blocks = [{tuple(p.block) for p in batch.plan.passes if root in p.nodes}
+                  for root in batch.plan.shape.roots]
+        assert max(len(p.block) for p in batch.plan.passes) <= limit
+        assert max(map(len, blocks)) == copies
+        found = lab.compare(groups, want, batch)
+        if not f.worst(found) < BAR:
+            failed[world, limit, copies] = found
+    assert not failed
+
+
 @st.composite
 def groups_of_few_tokens(draw):
     """Random groups over three token ids: shared turns, duplicates and nesting come by themselves."""

@@ -164,6 +164,18 @@ def test_a_tight_budget_is_told(capsys):
     assert "no plan fits" in refused(capsys, f"explain {STEP} --memory-budget-gib 0.001")
 
 
+def test_lock_step_is_planned_explained_and_refused(capsys):
+    line = "--group 40:6,3x2 --group 12:5,9 --group 30:20,10 --lock-step " + MACHINE
+    data = answer(capsys, f"plan {line}")
+    passes = [sum(rank in p["block"] for p in data["passes"]) for rank in range(2)]
+    assert passes[0] == passes[1] > 0
+    told = answer(capsys, f"explain {line}")
+    assert sum(told["seconds_by_part"]["the plan"].values()) == pytest.approx(2 * data["predicted_seconds"])
+    assert any(c["name"].startswith("augtree: lock-step, degree") for c in told["candidates"])
+    alone = f"plan --group 40:1 --context-parallel-size 1 --lock-step {MACHINE}"
+    assert "no plan keeps all ranks in lock-step" in refused(capsys, alone)
+
+
 # ---- where
 
 

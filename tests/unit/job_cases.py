@@ -84,6 +84,7 @@ def options() -> st.SearchStrategy[Options]:
     forced = st.builds(
         Options,
         least=often(1, 2),
+        limit=often(0, 1, 2, 3),
         lane_degree=often(0, 1, 2),
         pieces=often(Options().pieces, (2,), (0,), (3, 1)),
         phased=often(1, 0, 2),

@@ -117,11 +117,11 @@ BY_PRICE = {
         loses=("primitive=gather_kv",),
     ),
     "queries move where memory leaves room for little": Input(
-        from_lengths(65536, [512] * 16),
+        from_lengths(65536, [256] * 16),
         8,
         lambda plan: "move_q" in primitives(plan) and min(jobs(plan, "chunk")) > 1,
         model=CHUNKED,
-        budget=8,
+        budget=6,
         loses=("primitive=gather_kv", "primitive=move_q,chunks=1"),
     ),
     "the spine comes in chunks where only they fit": Input(
@@ -179,11 +179,11 @@ BY_PRICE = {
         budget=27,
         loses=("keep_layers=0,keep_attention=0", "keep_layers=0,keep_attention=28", "degree=2"),
     ),
-    "waves keep everything after a prompt that runs again": Input(
+    "waves keep everything after a prompt that mostly runs again": Input(
         from_lengths(16384, [2048] * 32),
         8,
         lambda plan: (
-            pairs(plan, "replay") == {(28, 0)} and {x for x, _ in pairs(plan, "prefill", "chunk")} == {0}
+            pairs(plan, "replay") == {(28, 0)} and all(x < 7 for x, _ in pairs(plan, "prefill", "chunk"))
         ),
         model=CHUNKED,
         budget=20,

@@ -33,6 +33,7 @@ def test_defaults_are_frozen():
         "logit_chunk_mib": 256,
         "trace_dir": "",
         "guard_steps": 0,
+        "lock_step": False,
     }
     with pytest.raises(FrozenInstanceError):
         AugTreeConfig().mode = "ring"

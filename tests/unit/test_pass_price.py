@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_augtree.planning.candidates import Choice, build
 from megatron_augtree.planning.cluster import preset
-from megatron_augtree.planning.cost import Demand, Pair, PassPrice, Prices
+from megatron_augtree.planning.cost import Copied, Demand, Pair, PassPrice, Prices
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.recipe import Recipe, plan_of
 from megatron_augtree.planning.tree import from_lengths
@@ -70,6 +70,58 @@ class TestFit:
         # `saved` is that of the rank that saves most: one rank's share of a layer is what a pair may err by.
         gains = [fit.whole * demand.saved + fit.attention * demand.saved_attention for fit in fits]
         assert gains == sorted(gains) and fits[-1] == Pair(layers, 0)
+
+
+class TestCopied:
+    """Recompute pairs of what rests in host memory, against all pairs."""
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        st.builds(
+            Copied,
+            layers=st.integers(1, 9),
+            forward=st.integers(0, 3000),
+            backward=st.integers(9000, 20000),
+            saved=st.integers(0, 900),
+            saved_attention=st.integers(0, 900),
+            fixed=st.integers(0, 3000),
+            whole=st.integers(0, 900),
+            attention=st.integers(0, 90),
+        )
+    )
+    def test_no_pair_is_faster_by_more_than_a_layers_copy(self, copied):
+        def time(pair):
+            moved = copied.fixed + pair.whole * copied.whole + pair.attention * copied.attention
+            back = copied.backward - pair.whole * copied.saved - pair.attention * copied.saved_attention
+            return max(copied.forward, moved) + max(back, moved)
+
+        layers = range(copied.layers + 1)
+        every = [Pair(x, y) for x in layers for y in layers if x + y <= copied.layers]
+        found, least = copied.best(), min(map(time, every))
+        # Where a number of layers lies between two, the one of which all copies hide is taken.
+        assert found in every and time(found) <= least + max(copied.attention, copied.saved_attention)
+
+    def test_by_hand(self):
+        """Of ten layers the copies of six whole ones hide behind the forward."""
+        free = Copied(10, 600, 5000, saved=90, saved_attention=40, fixed=0, whole=100, attention=0)
+        assert free.best() == Pair(6, 4)
+        assert free._replace(whole=10).best() == Pair(10, 0)
+        # A copy that takes longer than what it saves is not worth showing, one that takes less is.
+        assert free._replace(attention=30, forward=0).best() == Pair(0, 10)
+        assert free._replace(attention=50, forward=0).best() == Pair(0, 0)
+
+    def test_times_are_those_of_the_pass(self):
+        """Of one rank: what a pair takes, fixed costs aside, but for rounding."""
+        prices = Prices(replace(SMALL, layers=6), replace(preset("h100"), host_bytes_s=10**8))
+        loads = one_pass_loads()
+        price_ = PassPrice(prices, loads.as_pass(replace(loads.p, offload=True)), provides=True)
+        copied, fixed = price_.copied(), prices.cluster.pass_ns
+        for pair in (Pair(0, 0), Pair(0, 6), Pair(6, 0), Pair(2, 3)):
+            moved = copied.fixed + pair.whole * copied.whole + pair.attention * copied.attention
+            back = copied.backward - pair.whole * copied.saved - pair.attention * copied.saved_attention
+            forward, backward = price_.time(pair)
+            assert abs(forward - fixed - max(copied.forward, moved)) <= 8
+            assert abs(backward - fixed - max(back, moved)) <= 8
 
 
 # A pass.

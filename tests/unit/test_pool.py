@@ -49,8 +49,9 @@ class Batch:
 
     @property
     def pool(self) -> Pool:
+        options = self.options._replace(limit=self.limit)
         jobs = make_jobs(
-            self.shape, self.prices, self.unit, self.room, self.options, self.slot_weight, world=self.world
+            self.shape, self.prices, self.unit, self.room, options, self.slot_weight, world=self.world
         )
         return Pool(jobs, self.world, self.limit, 0, range(len(self.shape.roots)))
 
@@ -253,7 +254,7 @@ def test_degrees_by_hand():
     in_turn = Known([{3: 9}, {3: 5}, {3: 4}])
     found = {x.name: x for x in arrangements(in_turn, 6, degree=3, groups=[0, 0, 1])}
     assert where(found["degree 3"]) == {0: (3, 0), 1: (3, 3), 2: (3, 3)}
-    assert "joint" not in found, "no power of two"
+    assert found["joint"].time_ns == 9, "in units of the degree"
 
 
 @pytest.mark.parametrize(("limit", "degree"), ((1, 0), (2, 0), (4, 0), (8, 0), (0, 4), (0, 1)))

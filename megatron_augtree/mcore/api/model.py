@@ -15,6 +15,7 @@ from megatron_augtree.mcore.api.batch import Sample
 from megatron_augtree.mcore.api.heads import Head, Rows
 from megatron_augtree.mcore.api.outputs import Columns
 from megatron_augtree.mcore.api.step import StepPlan
+from megatron_augtree.mcore.cpu import trimming
 from megatron_augtree.mcore.packed_seq import AugTreePackedSeqParams
 from megatron_augtree.mcore.shards import padding_of
 from megatron_augtree.runtime.buffers import to_device
@@ -56,6 +57,7 @@ class ModelCall:
                 step.handle.kernel,
                 step.handle.device,
                 keep_attention=step.handle.config.keep_attention,
+                trim=trimming(step.handle.config, step.handle.device),
             )
         engine = step.engines["engine"]
         engine.model = self.run

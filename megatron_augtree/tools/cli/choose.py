@@ -46,7 +46,7 @@ class Chosen:
     @property
     def rows(self) -> int:
         """Rows that all ranks compute, prompt copies included."""
-        return sum(self.plan.rows_of_rank(rank) for rank in range(self.plan.world))
+        return self.plan.computed_rows
 
 
 def choose(args: argparse.Namespace) -> Chosen:

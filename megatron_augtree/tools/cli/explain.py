@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 
 from megatron_augtree.config import MODES
 from megatron_augtree.planning.cost import Prices
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> Answer:
     ]  # fmt: skip
     others = [mode for mode in args.against if mode != chosen.config.mode]
     plans = {"the plan": chosen.plan, **alternatives(chosen, others)}
-    parts = {name: parts_of(plan, chosen.prices) for name, plan in plans.items() if plan.passes}
+    ask = {"prices": chosen.prices, "lock_step": chosen.config.lock_step}
+    parts = {name: parts_of(plan, **ask) for name, plan in plans.items() if plan.passes}
     data = summary(chosen) | {"candidates": candidates, "seconds_by_part": parts}
     data["why"] = why(chosen, parts)
     return Answer(data, [data["why"], _candidates(candidates, args.top), _parts_table(parts)])
@@ -64,22 +66,23 @@ def _modes(text: str) -> list[str]:
     return found
 
 
-def parts_of(plan: Plan, prices: Prices) -> dict[str, float]:
+def parts_of(plan: Plan, prices: Prices, lock_step: bool = False) -> dict[str, float]:
     """What a plan's predicted seconds are spent on; the parts add up to them.
 
     Each part is what the step would save if it were free, one after the other: traffic that nothing hides,
     launches, recompute, then waiting for ranks with more to do; computing is the rest.
     """
+    at = partial(timeline, lock_step=lock_step)
     machine, layers = prices.cluster, prices.model.layers
     no_wires = replace(machine, link_bytes_s=_FREE, nic_bytes_s=_FREE, message_ns=0, stage_ns=0)
     no_launches = replace(no_wires, tile_ns=0, layer_ns=0, pass_ns=0)
     whole = replace(plan, passes=tuple(replace(p, keep_layers=layers, keep_attention=0) for p in plan.passes))
     steps = {
-        "traffic": timeline(plan, replace(prices, cluster=no_wires)),
-        "launches": timeline(plan, replace(prices, cluster=no_launches)),
-        "recompute": timeline(whole, replace(prices, cluster=no_launches)),
+        "traffic": at(plan, replace(prices, cluster=no_wires)),
+        "launches": at(plan, replace(prices, cluster=no_launches)),
+        "recompute": at(whole, replace(prices, cluster=no_launches)),
     }
-    left = _busiest(timeline(plan, prices), plan.world)
+    left = _busiest(at(plan, prices), plan.world)
     parts = {"total": left}
     for name, bars in steps.items():
         less = _busiest(bars, plan.world)

@@ -70,6 +70,8 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--recompute", choices=("auto", "none", "full"), default="auto",
                        help="layers that run again in the backward: with a memory budget as the planner "
                        "chooses, pass by pass, otherwise none (auto, the default); none; all (full)")
+    group.add_argument("--lock-step", action="store_true",
+                       help="as --augtree-lock-step: every rank plays the same number of passes, together")
     group.add_argument("--min-shared-rows", type=positive, default=16, metavar="N",
                        help="groups of a file share a prompt only where it has so many rows (default 16)")
 
@@ -166,6 +168,7 @@ def config_of(args: argparse.Namespace) -> AugTreeConfig:
         min_shared_rows=args.min_shared_rows,
         cluster=args.cluster,
         recompute="auto" if args.recompute == "auto" else "flags",
+        lock_step=args.lock_step,
     )
     config.forced()
     return config

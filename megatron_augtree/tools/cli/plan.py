@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> Answer:
     """The command."""
     chosen = choose(args)
     plan = chosen.plan
-    bars = timeline(plan, chosen.prices)
+    bars = timeline(plan, chosen.prices, lock_step=chosen.config.lock_step)
     data = summary(chosen) | {"idle_share": idle_share(bars, plan.world), "passes": _passes(plan)}
     notes = []
     if args.out:
@@ -148,7 +148,8 @@ def _picture(chosen: Chosen, path: str) -> None:
     try:
         from megatron_augtree.tools.plot import plot_plan
         with written(path, "--png") as target:
-            plot_plan(chosen.plan, chosen.model, chosen.prices.cluster, str(target))
+            plot_plan(chosen.plan, chosen.model, chosen.prices.cluster, str(target),
+                      lock_step=chosen.config.lock_step)
     except ModuleNotFoundError as error:
         raise InputError("a picture needs matplotlib", values=f"--png {path}: no module {error.name}",
                          rule="matplotlib draws it; nothing else here needs it",

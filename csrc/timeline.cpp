@@ -1,0 +1,74 @@
+// What every rank of a placed plan's passes takes; planning/fast.py calls it for planning/timeline.py.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+
+#include "pricing.h"
+
+namespace py = pybind11;
+
+namespace augtree {
+
+namespace {
+
+using Table = py::array_t<i64, py::array::c_style | py::array::forcecast>;
+
+// A pass's numbers, in the order of `FastJobs.rank_times` in planning/fast.py.
+enum Field { START, RANKS, READS, PRIMITIVE, PIECES, NODE_RANKS, KEEP, PREFETCH, WHOLE, ATTENTION, OFFLOAD, FIELDS };
+
+// [pass, rank of its block in turn] (forward ns, backward ns, rows), as if no rank waited for another.
+//
+// counts: [pass, rank in turn] spans; spans: (node, lo, hi) one after the other; reads: passes read, likewise.
+py::array_t<i64> rank_times(
+    const Jobs& jobs, const Table& passes, const Table& counts, const Table& spans, const Table& reads) {
+    const Constants& c = jobs.constants;
+    const i64 number = passes.size() / FIELDS;
+    const i64 *count = counts.data(), *span = spans.data(), *read = reads.data();
+    i64 ranks = 0, held = 0, reading = 0;
+    for (i64 i = 0; i < number; ++i) {
+        ranks += passes.data()[i * FIELDS + RANKS];
+        reading += passes.data()[i * FIELDS + READS];
+    }
+    if (counts.size() != ranks || reads.size() != reading) throw std::invalid_argument("passes");
+    for (i64 i = 0; i < ranks; ++i) held += count[i];
+    if (spans.size() != 3 * held) throw std::invalid_argument("spans");
+    py::array_t<i64> found({ranks, i64{3}});
+    i64* out = found.mutable_data();
+    std::vector<Placement> placed(number);
+    for (i64 i = 0; i < number; ++i) {
+        const i64* r = passes.data() + i * FIELDS;
+        placed[i].resize(r[RANKS]);
+        for (std::vector<Span>& mine : placed[i]) {
+            for (i64 k = *count++; k > 0; --k, span += 3) mine.push_back({static_cast<int>(span[0]), span[1], span[2]});
+        }
+        std::vector<const Placement*> states;
+        for (i64 k = 0; k < r[READS]; ++k) states.push_back(&placed[*read++]);
+        PassSpec p;
+        p.primitive = static_cast<int>(r[PRIMITIVE]);
+        p.pieces = r[PIECES];
+        p.node_ranks = r[NODE_RANKS];
+        p.keep = r[KEEP];
+        p.prefetch = r[PREFETCH];
+        p.offload = r[OFFLOAD];
+        const Loads loads = PassRows(jobs.forest, c, placed[i], states, r[START]).loads(p);
+        const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
+        for (std::size_t rank = 0; rank < loads.ranks.size(); ++rank, out += 3) {
+            const auto [forward, backward] = PassPrice(c, &loads.ranks[rank], 1, loads.stages, p, false).time(pair);
+            out[0] = forward;
+            out[1] = backward;
+            out[2] = loads.ranks[rank].rows;
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
+}  // namespace augtree
+
+// A method of `Jobs`, which pricing.cpp binds first.
+void bind_timeline(py::module_& module) {
+    const py::object jobs = module.attr("Jobs");
+    jobs.attr("rank_times") = py::cpp_function(&augtree::rank_times, py::name("rank_times"), py::is_method(jobs));
+}
