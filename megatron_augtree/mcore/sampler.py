@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError, InputError
 from megatron_augtree.data.groups import Group, fingerprint
-from megatron_augtree.planning.choose import choose, merging
+from megatron_augtree.planning.choose import WITHIN, choose, merging
 from megatron_augtree.planning.cluster import cluster_of
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.lock_step import check_in_step
@@ -128,7 +128,7 @@ def plan_step(groups: Sequence[Group], model: ModelShape, world: int, config: Au
     sequences, numbers = sequences_of(groups)
     if config.plan_path:
         plan = _read_plan(config.plan_path)
-        forest = _forest(plan.mode, sequences, numbers, config)
+        forest = _forest_of(plan, sequences, numbers, config)
         plan.check_fits(forest.shape, world)  # first: the other checks take its shape for granted
         plan.check(pairs=True)
         if config.lock_step:
@@ -178,6 +178,17 @@ def _forest(
 ) -> Forest:
     """The trees that a mode computes: merged over groups, within groups, or not at all."""
     return from_sequences(sequences, groups=numbers, **merging(mode, config.min_shared_rows))
+
+
+def _forest_of(
+    plan: Plan, sequences: Sequence[TokenSequence], numbers: Sequence[int], config: AugTreeConfig
+) -> Forest:
+    """The trees of a plan from a file: groups may have been joined when it was made, or not."""
+    joined = _forest(plan.mode, sequences, numbers, config)
+    if joined.joined and joined.shape != plan.shape:
+        apart = _forest(WITHIN, sequences, numbers, config)
+        return apart if apart.shape == plan.shape else joined
+    return joined
 
 
 def _stock(sequences: Sequence[TokenSequence], numbers: Sequence[int], model: ModelShape, world: int,

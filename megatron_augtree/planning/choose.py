@@ -1,7 +1,9 @@
 """The plan of a step among modes whose trees differ: what a mode shares decides which forest it computes.
 
-``augtree`` plans the shared forest, with the peers that share as candidates (`search.py`). Peers that share
-nothing compute another forest, so they are planned apart, and only where they may be faster.
+``augtree`` plans the forest in which groups share what they have in common, with the peers that share as
+candidates (`search.py`). Few ranks, or little memory, may be better off with a tree a group: where groups are
+joined, that forest is planned, too. Peers that share nothing compute a third one; they are planned only where
+they may be faster.
 """
 
 from __future__ import annotations
@@ -21,15 +23,22 @@ from megatron_augtree.planning.tree import ForestShape
 #: More rows than any prompt has: trees of different groups never merge.
 _NEVER = 1 << 62
 
+#: A mode that shares within groups only.
+WITHIN = "gather-reuse"
+
 
 class Trees(Protocol):
-    """A forest of a step: its lengths, and [root] the number of the (first) group behind it."""
+    """A forest of a step: its lengths, [root] the number of the (first) group behind it, and whether a tree
+    holds rows of several groups."""
 
     @property
     def shape(self) -> ForestShape: ...
 
     @property
     def tree_groups(self) -> Sequence[int]: ...
+
+    @property
+    def joined(self) -> bool: ...
 
 
 T = TypeVar("T", bound=Trees)
@@ -45,7 +54,8 @@ class Chosen(Generic[T]):
 
 
 def choose(trees_of: Callable[[str], T], model: ModelShape, world: int, config: AugTreeConfig) -> Chosen[T]:
-    """The mode's plan, or under ``augtree`` that of a peer which shares nothing, where it is faster.
+    """The mode's plan; under ``augtree`` without sharing over groups, or that of a peer which shares nothing,
+    where it is faster.
 
     Args:
         trees_of: mode -> the forest that it computes.
@@ -57,11 +67,14 @@ def choose(trees_of: Callable[[str], T], model: ModelShape, world: int, config: 
         InfeasiblePlanError: a forced plan or a memory budget that nothing satisfies.
     """
     model = configured(model, config)
-    first = _planned(config.mode, trees_of, model, world, config)
+    joined = trees_of(config.mode)
+    first = _planned(config.mode, joined, model, world, config)
     found = [first]
+    if config.mode == "augtree" and joined.joined:
+        found.append(_planned(config.mode, trees_of(WITHIN), model, world, config))
     free = config.mode == "augtree" and not config.force
     if free and _unshared_may_win(first, model, world, config):
-        found += [_planned(mode, trees_of, model, world, config) for mode in UNSHARED]
+        found += [_planned(mode, trees_of(mode), model, world, config) for mode in UNSHARED]
     feasible = [x for x in found if isinstance(x, Chosen)]
     if not feasible:
         raise first
@@ -71,9 +84,8 @@ def choose(trees_of: Callable[[str], T], model: ModelShape, world: int, config: 
 
 
 def _planned(
-    mode: str, trees_of: Callable[[str], T], model: ModelShape, world: int, config: AugTreeConfig
+    mode: str, trees: T, model: ModelShape, world: int, config: AugTreeConfig
 ) -> Chosen[T] | InfeasiblePlanError:
-    trees = trees_of(mode)
     ask = {"tree_groups": trees.tree_groups, "mode": mode}
     try:
         plan, considered = explain(trees.shape, model, world, config, **ask)

@@ -149,6 +149,7 @@ class Forest:
         paths: [sequence] -> its nodes from the root down.
         logical: [sequence] -> [R] int64, the row behind each of its logical rows, in token order.
         tree_groups: [tree] number of the (first) group behind each root.
+        joined: whether some tree holds rows of several groups.
     """
 
     shape: ForestShape
@@ -159,6 +160,7 @@ class Forest:
     paths: tuple[tuple[int, ...], ...]
     logical: tuple[np.ndarray, ...]
     tree_groups: tuple[int, ...]
+    joined: bool
 
     def row_of(self, sequence: int, token: int) -> int:
         """The row whose target is `token` of `sequence` (token 0 is nobody's target)."""
@@ -353,7 +355,7 @@ class _Builder:
             parts = [pick(self.sequences[s].tokens, lo, hi) for s, lo, hi in bounds]
             return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
-        paths, logical, first = [], [], {}
+        paths, logical, members = [], [], {}
         scored = np.zeros(int(offsets[-1]), bool)
         for index, sequence in enumerate(self.sequences):
             path, node = [], self.end_node[index]
@@ -362,7 +364,7 @@ class _Builder:
                 node = parents[node]
             path.reverse()
             if path:
-                first.setdefault(path[0], groups[index])
+                members.setdefault(path[0], []).append(groups[index])
             rows_of = np.concatenate(
                 [np.arange(offsets[n], offsets[n + 1]) for n in path] or [np.zeros(0, np.int64)]
             )
@@ -384,5 +386,6 @@ class _Builder:
             scored=scored,
             paths=tuple(paths),
             logical=tuple(logical),
-            tree_groups=tuple(first[root] for root in shape.roots),
+            tree_groups=tuple(members[root][0] for root in shape.roots),
+            joined=any(len(set(mine)) > 1 for mine in members.values()),
         )

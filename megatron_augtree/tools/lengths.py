@@ -24,11 +24,13 @@ class Trees(NamedTuple):
         shape: the forest.
         tree_groups: [root] number of the (first) group behind it.
         paths: [sequence] its nodes from the root down; empty where it has no rows.
+        joined: whether some tree holds rows of several groups.
     """
 
     shape: ForestShape
     tree_groups: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def _one_root(trees: Trees) -> Trees:
     parents = tuple(place[shape.parents[n]] if shape.parents[n] >= 0 else -1 for n in kept)
     values = (tuple(field[n] for n in kept) for field in (shape.rows, shape.scored, shape.ends))
     paths = tuple(tuple(place[node] for node in path) for path in trees.paths)
-    return Trees(ForestShape(parents, *values), (0,), paths)
+    return Trees(ForestShape(parents, *values), (0,), paths, joined=True)
 
 
 def step_of_groups(groups: Sequence[Group], min_shared_rows: int) -> Step:
@@ -196,7 +198,7 @@ def step_of_groups(groups: Sequence[Group], min_shared_rows: int) -> Step:
     )
     return Step(
         tuple((g, i) for g, group in enumerate(groups) for i in range(len(group.responses))),
-        Trees(merged.shape, merged.tree_groups, merged.paths),
+        Trees(merged.shape, merged.tree_groups, merged.paths, merged.joined),
         Trees(single.shape, single.tree_groups, single.paths),
         tuple(int(sequence.scored.sum()) for sequence in sequences),
         tuple(len(group.prompt) for group in groups),
