@@ -114,13 +114,17 @@ class Pool:
 
     def _counted_if_near(self, seated: Seated, best: int | None) -> Iterator[Arrangement]:
         """A seating's arrangements, where estimates, a few per cent off, come near to the best."""
-        if best is None or 50 * seated.estimate_ns <= 51 * best:
+        near = best is None or 50 * seated.estimate_ns <= 51 * best
+        if near or self._shared_may_pay(seated.estimate_ns, max(width for width, _ in seated.where), best):
             made = self._place(seated)
             if made is not None:
                 yield made
                 least = made.time_ns if best is None else min(best, made.time_ns)
-                yield from self._with_shared(made, least)
-                return
+                for shared in self._with_shared(made, least):
+                    yield shared
+                    best = min(least, shared.time_ns)
+                if near:
+                    return
         offers = self._one_pass_each(seated, best)
         if offers is not None:
             placed = [Placed(Job(nodes, 0, offer), start) for nodes, start, offer in offers]
@@ -293,7 +297,7 @@ class Pool:
                 costs = self.ideals
             full = [block[0] for block in cut_pool(self.world, degree) if len(block) == degree]
             turns = [group % len(full) for group in self.tree_groups]
-            dealt = {"": longest_first(costs, [0] * len(full)), ", groups in turn": turns}
+            dealt = {"": self._balanced(costs, len(full), plain, best, degree), ", groups in turn": turns}
             if sorted(mates_of(turns)) == sorted(mates_of(dealt[""])):
                 del dealt[", groups in turn"]
             for name, where in dealt.items():
@@ -302,6 +306,17 @@ class Pool:
                     loads[block] += cost
                 finish = max(loads) if plain else NEVER
                 yield Seated(f"degree {degree}{name}", [(degree, full[b]) for b in where], finish)
+
+    def _balanced(
+        self, costs: Sequence[int], blocks: int, plain: bool, best: int | None, degree: int
+    ) -> list[int]:
+        """[tree] block: longest first; where that comes near to the best, by the joint schedule's search."""
+        where = longest_first(costs, [0] * blocks)
+        share = sum(costs) // blocks
+        if not plain or blocks == 1 or not self._shared_may_pay(share, degree, best):
+            return where
+        found = schedule([[cost] for cost in costs], [1], blocks, [([0] * len(costs), where)])
+        return list(found.start)
 
     def _plain_costs(self, degree: int, best: int | None) -> list[int] | None:
         """[tree] estimated cost on a block of a degree; None where one does not fit there, or where the first
@@ -342,6 +357,12 @@ class Pool:
         degrees = {*(w for w in self.widths() if w <= self.limit), *divisors, self.limit}
         # A single tree has been on every block of a power of two.
         return sorted(degrees.difference(self.widths()) if len(self.trees) == 1 else degrees)
+
+    def _shared_may_pay(self, estimate_ns: int, degree: int, best: int | None) -> bool:
+        """Whether it comes near to the best without what all passes of a block but one cost whatever their
+        rows."""
+        passes = -(-len(self.trees) // (self.world // degree))
+        return best is None or 50 * (estimate_ns - (passes - 1) * self.pass_ns) <= 51 * best
 
     def _may_pay(self, degree: int) -> bool:
         """Whether the fixed costs of so few blocks leave a chance."""
