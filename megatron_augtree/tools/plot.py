@@ -1,7 +1,7 @@
 """Pictures: what each rank of a plan holds and does when, and a reward curve.
 
 Times are the planner's own prices (`planning/timeline.py`): the picture shows what the plan was chosen for,
-not a measurement.
+not a measurement. So is what was simulated (`planning/simulate.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from megatron_augtree.planning.cluster import Cluster
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Plan
+from megatron_augtree.planning.simulate import Simulated
 from megatron_augtree.planning.timeline import Bar, idle_share, timeline
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def plot_plan(
     rows, time = figure.subplots(2, 1)
     bars = timeline(plan, Prices(model, cluster), lock_step=lock_step)
     _draw_rows(rows, plan)
-    _draw_time(time, plan, bars)
+    _draw_time(time, plan, bars, plan.world, "as priced")
     labelled = range(0, plan.world, -(-plan.world // _LABELS))
     for axes in (rows, time):
         axes.set_yticks(labelled, [f"rank {rank}" for rank in labelled])
@@ -54,6 +55,30 @@ def plot_plan(
     total, unshared = plan.shape.total_rows, _unshared_rows(plan)
     figure.suptitle(f"{plan.mode}: {total:,} rows where un-shared sequences have {unshared:,}; "
                     f"{plan.seconds * 1e3:,.1f} ms, {idle_share(bars, plan.world):.1%} idle, as priced")
+    _save(figure, path)
+
+
+def plot_simulated(plan: Plan, found: Simulated, path: str) -> None:
+    """Draws what each rank does when in a simulation, a line a rank and pipeline stage.
+
+    Args:
+        plan: the plan.
+        found: what `planning.simulate.simulate` says of it.
+        path: the PNG.
+    """
+    stages = 1 + max((span.stage for span in found.spans), default=0)
+    lines = plan.world * stages
+    figure = _figure(11.0, min(2.0 + 0.4 * lines, _TALLEST))
+    axes = figure.subplots()
+    bars = [Bar(span.rank * stages + span.stage, *span[1:8]) for span in found.spans]
+    _draw_time(axes, plan, bars, lines, "simulated")
+    labelled = range(0, lines, -(-lines // _LABELS))
+    names = [f"rank {n // stages}" + (f", stage {n % stages}" if stages > 1 else "") for n in labelled]
+    axes.set_yticks(labelled, names)
+    axes.set_ylim(lines - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{plan.mode}: {found.makespan * 1e3:,.1f} ms simulated, {plan.seconds * 1e3:,.1f} ms "
+                    f"priced, bound {found.bound * 1e3:,.1f} ms")
     _save(figure, path)
 
 
@@ -116,17 +141,19 @@ def _draw_rows(axes: Axes, plan: Plan) -> None:
     axes.set_xlabel("rows held, pass after pass")
 
 
-def _draw_time(axes: Axes, plan: Plan, bars: Sequence[Bar]) -> None:
+def _draw_time(axes: Axes, plan: Plan, bars: Sequence[Bar], lines: int, how: str) -> None:
     end = max((bar.start + bar.duration for bar in bars), default=0.0)
-    for rank in range(plan.world):
-        mine = [bar for bar in bars if bar.rank == rank]
+    of_rank: dict[int, list[Bar]] = {rank: [] for rank in range(lines)}
+    for bar in bars:
+        of_rank[bar.rank].append(bar)
+    for rank, mine in of_rank.items():
         _bars(axes, rank, [(bar.start * 1e3, bar.duration * 1e3) for bar in mine], facecolors=_WAITING)
         for action, alpha, hatch in (("forward", 1.0, None), ("backward", 0.6, "//")):
             shown = [bar for bar in mine if bar.action == action]
             colours = [_COLOURS[plan.passes[bar.pass_id].kind] for bar in shown]
             _bars(axes, rank, [(bar.start * 1e3, bar.work * 1e3) for bar in shown], facecolors=colours,
                   alpha=alpha, hatch=hatch)
-    for bar in bars if plan.world <= _LABELS else ():
+    for bar in bars if lines <= _LABELS else ():
         if bar.duration >= _READABLE * end:
             axes.text((bar.start + bar.duration / 2) * 1e3, bar.rank, f"pass {bar.pass_id}\n{bar.rows} rows",
                       fontsize=8, ha="center", va="center",
@@ -135,7 +162,7 @@ def _draw_time(axes: Axes, plan: Plan, bars: Sequence[Bar]) -> None:
     _legend(axes, {f"{kind} (hatched: backward)": _COLOURS[kind] for kind in kinds}
             | {"waiting for the block": _WAITING})
     axes.set_xlim(0, end * 1e3 or 1)
-    axes.set_xlabel("ms, as priced")
+    axes.set_xlabel(f"ms, {how}")
 
 
 def _bars(axes: Axes, rank: int, pieces: Sequence[tuple[float, float]], **how) -> None:

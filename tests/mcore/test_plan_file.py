@@ -21,7 +21,7 @@ def groups() -> list[Group]:
     """Three groups that begin alike."""
     policy = list(range(1, 40))
     answers = tuple(Response(tokens=(50 + i, 60), loss_mask=(True, True), reward=0.0) for i in range(3))
-    return [Group(f"group {g}", tuple([*policy, 90 + g]), answers) for g in range(3)]
+    return [Group(f"group {g}", (*policy, 90 + g), answers) for g in range(3)]
 
 
 @pytest.mark.parametrize("mode", ["augtree", WITHIN])

@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from megatron_augtree.config import AugTreeError, InputError
-from megatron_augtree.tools.cli import calibrate, doctor, estimate, explain, plan, trace, where
+from megatron_augtree.tools.cli import calibrate, doctor, estimate, explain, plan, simulate, trace, where
 from megatron_augtree.tools.cli.output import show
 
 #: Command -> its module, in the order of ``--help``.
 COMMANDS = {"plan": plan, "explain": explain, "where": where, "estimate": estimate, "calibrate": calibrate,
-            "doctor": doctor, "trace": trace}  # fmt: skip
+            "doctor": doctor, "trace": trace, "simulate": simulate}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

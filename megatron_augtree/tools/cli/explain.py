@@ -6,7 +6,6 @@ import argparse
 from dataclasses import replace
 from functools import partial
 
-from megatron_augtree.config import MODES
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import Considered
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_choice(parser)
     parser.add_argument("--top", type=options.positive, default=12, metavar="N",
                         help="candidates shown (default 12); --json has all")
-    parser.add_argument("--against", type=_modes, default=_AGAINST, metavar="MODE,...",
+    parser.add_argument("--against", type=options.modes, default=_AGAINST, metavar="MODE,...",
                         help=f"modes whose time is taken apart beside it, or all (default {_AGAINST})")
     options.add_json(parser)
 
@@ -55,15 +54,6 @@ def run(args: argparse.Namespace) -> Answer:
     data = summary(chosen) | {"candidates": candidates, "seconds_by_part": parts}
     data["why"] = why(chosen, parts)
     return Answer(data, [data["why"], _candidates(candidates, args.top), _parts_table(parts)])
-
-
-def _modes(text: str) -> list[str]:
-    """The modes of ``--against``."""
-    found = list(MODES) if text == "all" else text.split(",")
-    unknown = [mode for mode in found if mode not in MODES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(MODES)}, all")
-    return found
 
 
 def parts_of(plan: Plan, prices: Prices, lock_step: bool = False) -> dict[str, float]:

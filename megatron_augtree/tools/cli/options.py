@@ -88,6 +88,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def modes(text: str) -> list[str]:
+    """A list of modes, or ``all``, as argparse's `type`."""
+    found = list(MODES) if text == "all" else text.split(",")
+    unknown = [mode for mode in found if mode not in MODES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(MODES)}, all")
+    return found
+
+
 def step_of(args: argparse.Namespace) -> Step:
     """The groups that the flags name.
 
