@@ -1,4 +1,4 @@
-// What every rank of a pass does in one layer: the twin of planning/loads.py.
+// What every rank of a pass does in one layer: the twin of planning/loads.py and planning/viewers.py.
 #include <algorithm>
 
 #include "pricing.h"

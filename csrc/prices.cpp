@@ -1,4 +1,4 @@
-// Nanoseconds and bytes of a pass: the twin of planning/cost.py.
+// Nanoseconds and bytes of a pass: the twin of planning/cost.py and planning/demand.py.
 #include <algorithm>
 
 #include "pricing.h"

@@ -11,13 +11,11 @@ augtree under a budget of 1.1 x ring's measured peak, and is compared with the b
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from megatron_augtree.tools.measure import commit, interval, machine, torchrun, write_json
@@ -136,44 +134,27 @@ def worker(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megatron_augtree.config import AugTreeConfig
-    from megatron_augtree.data.groups import fold, parse_range, read_groups
+    from megatron_augtree.data.groups import parse_range
     from megatron_augtree.mcore import build
-    from megatron_augtree.mcore.arguments import add_augtree_arguments, add_model_arguments
-    from megatron_augtree.mcore.objective import Objective
-    from megatron_augtree.mcore.sampler import model_shape, plan_step
-    from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
-    from megatron_augtree.mcore.update import add_optimizer_arguments, make_optimizer, pool_size, wrap_model
+    from megatron_augtree.mcore.sampler import plan_step
+    from megatron_augtree.mcore.schedule import AugTreeSchedule
+    from megatron_augtree.mcore.update import pool_size
+    from megatron_augtree.tools.updates import Updates
 
-    parser = argparse.ArgumentParser()
-    for add in (add_model_arguments, add_augtree_arguments, add_optimizer_arguments):
-        add(parser)
-    flags = parser.parse_args(MODEL)
-    build.initialize(flags)
+    updates = Updates(MODEL)
     file, groups = WORKLOADS[args.workload[0]]
-    data = fold(read_groups(Path(args.data_dir) / file, *parse_range(groups)), flags.vocab_size)
-    ddp = wrap_model(build.build_model(flags, augtree=True, seed=1))
-    optimizer = make_optimizer(flags, ddp)
-    shape = model_shape(ddp.module.config, flags.vocab_size)
+    data = updates.groups(Path(args.data_dir) / file, *parse_range(groups))
     runs = {}
     for mode in (*BASELINES, "augtree", BUDGETED):
         budget = args.budget_gib if mode == BUDGETED else 0.0
         config = AugTreeConfig(mode=mode.split()[0], memory_budget_gib=budget)
-        runs[mode] = AugTreeSchedule(config), plan_step(data, shape, pool_size(), config)
+        runs[mode] = AugTreeSchedule(config), plan_step(data, updates.shape, pool_size(), config)
     times = {mode: [] for mode in runs}
     for turn in range(args.pairs + 1):
-        for mode, (schedule, batch) in runs.items():
-            dist.barrier()
-            started = time.perf_counter()
-            ddp.zero_grad_buffer()
-            schedule(
-                forward_step_func=functools.partial(forward_step, loss_fn=Objective(batch)),
-                data_iterator=iter([batch]),
-                model=ddp,
-            )
-            optimizer.step()
-            dist.barrier()
+        for mode, run in runs.items():
+            found = updates.play(*run)
             if turn:  # the first round warms up
-                times[mode].append(time.perf_counter() - started)
+                times[mode].append(found.step)
     if dist.get_rank() == 0:
         batch, ring = runs["augtree"][1], runs["ring"][1]
         write_json(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_augtree.planning.candidates import Choice, split_inner
-from megatron_augtree.planning.cost import Pair
+from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.lanes import row_cost
 from megatron_augtree.planning.offers import EVERY_RANK, Offer
 from megatron_augtree.planning.priced import Priced

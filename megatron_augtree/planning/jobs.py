@@ -2,7 +2,7 @@
 
 The search (`choices.py`) prices choices by the block's heaviest ranks in closed forms (`typical.py`); what it
 settles on is counted rank by rank (`loads.py`), as `price.price` counts the finished plan. The recompute pair
-of a pass is a closed form of the bytes that are left (`cost.Demand.fit`).
+of a pass is a closed form of the bytes that are left (`demand.Demand.fit`).
 
 `csrc/jobs.cpp` is the twin of this file.
 """
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_augtree.planning.candidates import Choice, copies_of, split_inner
 from megatron_augtree.planning.choices import ChoiceSearch
-from megatron_augtree.planning.cost import Demand, Pair, Prices
+from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.demand import Demand, Pair
 from megatron_augtree.planning.offers import Job, Offer, Options, cost_of
 from megatron_augtree.planning.priced import Priced
 from megatron_augtree.planning.tree import ForestShape

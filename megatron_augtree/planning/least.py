@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_augtree.planning.candidates import split_inner
-from megatron_augtree.planning.cost import Pair, Prices
+from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.tree import ForestShape
 

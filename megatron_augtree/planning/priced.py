@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_augtree.planning.candidates import Choice, chunk_rows, waves_of
-from megatron_augtree.planning.cost import Demand, Pair, PassPrice
+from megatron_augtree.planning.cost import PassPrice
+from megatron_augtree.planning.demand import Demand, Pair
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.offers import Offer
 from megatron_augtree.planning.placement import Span

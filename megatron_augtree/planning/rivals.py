@@ -23,7 +23,7 @@ from megatron_augtree.planning.baselines import (
 )
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
 from megatron_augtree.planning.candidates import split_inner
-from megatron_augtree.planning.cost import Pair
+from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.least import RowBytes, row_bytes
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.pool import NEVER, Pool

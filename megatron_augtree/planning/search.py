@@ -12,13 +12,14 @@ from megatron_augtree.planning.cluster import GIB, Cluster
 from megatron_augtree.planning.cost import Prices, pairs_per_row
 from megatron_augtree.planning.fast import make_jobs
 from megatron_augtree.planning.jobs import Jobs
-from megatron_augtree.planning.lock_step import LockStep, in_step, out_of_step
+from megatron_augtree.planning.lock_step import in_step, out_of_step
 from megatron_augtree.planning.offers import EVERY_RANK, Options
 from megatron_augtree.planning.plan import Event, counted
 from megatron_augtree.planning.pool import Arrangement, Pool
 from megatron_augtree.planning.price import price_recipes
 from megatron_augtree.planning.recipe import Decision, Recipe
 from megatron_augtree.planning.rivals import Rivals
+from megatron_augtree.planning.rounds import LockStep
 from megatron_augtree.planning.slots import promising, with_shorter_slots
 from megatron_augtree.planning.tree import ForestShape
 

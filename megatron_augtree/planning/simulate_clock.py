@@ -174,12 +174,26 @@ class Attention(NamedTuple):
         return [m for m in (self.ahead, *(step.messages for step in self.steps)) if m is not None]
 
 
+def _joined(world: int, attentions: Sequence[Attention]) -> np.ndarray:
+    """[6 world] a label for each of a `Clock`'s times: `now`, `sides`, `landed`.
+
+    Times with one label depend on each other in a layer with these attentions; a label is the number of one
+    of them. What no message uses keeps its own number.
+    """
+    labels = np.arange(6 * world)
+    for attention in attentions:
+        for messages in attention.messages:
+            messages.join(labels)
+    if any(attention.ahead is not None for attention in attentions):
+        labels[5 * world :] = labels[:world]
+    return labels
+
+
 class Clock:
     """When the ranks of a block and the sides of their links are free.
 
     Args:
-        labels: [6 world] times with one label depend on each other: `now`, `sides`, `landed`. A label is the
-            number of one of them, of a rank where there is one.
+        world: ranks of the block.
         overlap: transfers travel while tiles are computed.
 
     Attributes:
@@ -189,9 +203,8 @@ class Clock:
         busy, exposed: [rank] ns so far, see `Played`.
     """
 
-    def __init__(self, labels: np.ndarray, overlap: bool) -> None:
-        self.labels, self.overlap = labels, overlap
-        world = len(labels) // 6
+    def __init__(self, world: int, overlap: bool) -> None:
+        self.overlap = overlap
         self.state = np.zeros(8 * world, np.int64)
         parts = np.split(self.state, np.array((1, 5, 6, 7)) * world)
         self.now, self.sides, self.landed, self.busy, self.exposed = parts
@@ -232,14 +245,21 @@ class Clock:
         """What the next layer fetches leaves."""
         self.landed[:] = ahead.serve(posted.copy(), self.sides)[0]
 
-    def repeat(self, times: int, layer: Callable[[], None]) -> None:
-        """Play equal layers: one by one, until one moves times that depend on each other by one number."""
-        held = len(self.labels)
+    def repeat(self, times: int, layer: Callable[[], None], *attentions: Attention) -> None:
+        """Play equal layers: one by one, until one moves times that depend on each other by one number.
+
+        Args:
+            times: how many.
+            layer: plays one.
+            attentions: what travels in one.
+        """
+        labels = _joined(len(self.now), attentions) if times > 1 else np.zeros(0, np.int64)
+        held = len(labels)
         for played in range(times):
             before = self.state.copy()
             layer()
             moved = self.state - before
-            if np.array_equal(moved[:held], moved[self.labels]):
+            if np.array_equal(moved[:held], moved[labels]):
                 self.state += moved * (times - played - 1)
                 return
 

@@ -18,7 +18,8 @@ cards. The constants are those of `cost.Prices`; the structure is the executor's
 
 Layers are equal. A layer maps the times at which ranks and links are free to later ones, and adding a number
 to all times that depend on each other adds it to what they become; so once a layer moves all of these by one
-number, every further layer does, and those that are left are added at once, exactly.
+number, every further layer does, and those that are left are added at once, exactly. Mostly that is the first
+or second one; where a rank with less to do drifts until it waits for others, it may take all.
 """
 
 from __future__ import annotations
@@ -135,11 +136,6 @@ class _OnePass:
         self.forward = self._attention(program, prefetch=prefetch)
         self.again = self._attention(program, prefetch=False) if prefetch else self.forward
         self.backward = self._attention(reverse(program, keep=p.keep), prefetch=False)
-        self.labels = np.arange(6 * self.world)
-        for messages in self.forward.messages + self.backward.messages:
-            messages.join(self.labels)
-        if self.forward.ahead is not None:
-            self.labels[5 * self.world :] = self.labels[: self.world]
         self.before, self.behind = self._linear(100, prices.cluster.layer_ns)
         self.before_back, self.behind_back = self._linear(back, 2 * prices.cluster.layer_ns)
 
@@ -203,11 +199,12 @@ class _OnePass:
 
     def _forward(self, vocabulary: np.ndarray) -> Played:
         """A stage's share of the layers."""
-        model, clock = self.prices.model, Clock(self.labels, self.prices.cluster.overlap)
+        model, clock = self.prices.model, Clock(self.world, self.prices.cluster.overlap)
         clock.compute(np.full(self.world, self.prices.cluster.pass_ns, np.int64))
         if self.forward.ahead is not None:
             clock.send_ahead(self.forward.ahead, clock.now)
-        clock.repeat(-(-model.layers // model.stages), lambda: self._forward_of(clock, self.forward))
+        layers = -(-model.layers // model.stages)
+        clock.repeat(layers, lambda: self._forward_of(clock, self.forward), self.forward)
         clock.compute(vocabulary)
         clock.meet(self.scored)
         return self._played(clock)
@@ -218,7 +215,7 @@ class _OnePass:
         # Cut as `PassPrice.time` cuts them: the slowest stage's.
         layers, again = -(-model.layers // model.stages), -(-(model.layers - pair.whole) // model.stages)
         attended = min(pair.attention // model.stages, again)
-        clock = Clock(self.labels, self.prices.cluster.overlap)
+        clock = Clock(self.world, self.prices.cluster.overlap)
         clock.compute(vocabulary + self.prices.cluster.pass_ns)
 
         def whole() -> None:
@@ -234,9 +231,9 @@ class _OnePass:
             clock.compute(self.before + self.behind)
             whole()
 
-        clock.repeat(layers - again, whole)
-        clock.repeat(again - attended, repeated)
-        clock.repeat(attended, rest_repeated)
+        clock.repeat(layers - again, whole, self.backward)
+        clock.repeat(again - attended, repeated, self.again, self.backward)
+        clock.repeat(attended, rest_repeated, self.backward)
         return self._played(clock)
 
     def _forward_of(self, clock: Clock, attention: Attention) -> None:

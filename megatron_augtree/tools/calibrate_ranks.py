@@ -28,7 +28,7 @@ from megatron_augtree.mcore.arguments import add_model_arguments
 from megatron_augtree.mcore.sampler import model_shape
 from megatron_augtree.planning.cluster import Cluster, cluster_of, document
 from megatron_augtree.tools import calibrate_fit as fit
-from megatron_augtree.tools.calibrate_measure import CPU, CUDA, Bench
+from megatron_augtree.tools.calibrate_measure import CPU, CUDA, Bench, Sizes
 from megatron_augtree.tools.measure import commit, machine, write_json
 
 #: Quantity -> its share of the time, in the order of what an error costs (docs/calibration.md).
@@ -47,16 +47,17 @@ class Calibration:
     Args:
         device: ``cpu`` or ``cuda``; empty takes a GPU where there is one.
         until: when everything should be done, of `time.time`.
+        sizes: what is measured, where it is not to be the device's usual model and lengths.
 
     Raises:
         InputError: no such device for every rank.
     """
 
-    def __init__(self, device: str, until: float) -> None:
+    def __init__(self, device: str, until: float, sizes: Sizes | None = None) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         _check_devices(device)
         self.until, self.began = until - _CLOSING_S, time.time()
-        self.sizes = CUDA if device == "cuda" else CPU
+        self.sizes = sizes or (CUDA if device == "cuda" else CPU)
         self.args = _model_arguments(self.sizes.model, self.sizes.layers[-1])
         local = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 
-def torchrun(ranks: int, *command: str) -> None:
-    """Runs a command on some ranks, one thread each; its output is shown only where it fails.
+def torchrun(ranks: int, *command: str, show: bool = False) -> None:
+    """Runs a command on some ranks, one thread each; its output is shown only where it fails, or with `show`.
 
     Raises:
         SystemExit: the command failed.
     """
     full = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
             *command]
-    done = subprocess.run(full, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(full, env=environment, capture_output=not show, text=True)
     if done.returncode:
-        sys.exit(f"{' '.join(full)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
+        told = "" if show else f":\n{done.stderr[-4000:]}"
+        sys.exit(f"{' '.join(full)}\nended with {done.returncode}{told}")
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -96,7 +96,10 @@ def test_what_needs_more_says_so():
 @pytest.mark.parametrize(("line", "part"), [
     ("plan", "which groups?"),
     ("plan --demo --preset rag", "--preset and --demo"),
-    ("plan --prompt 30", "half a group"),
+    ("plan --prompt 30", "--prompt alone"),
+    ("plan --responses 30", "--responses alone"),
+    ("plan --prompt \u0663 --responses 5", "is not a positive integer"),
+    ("plan --group \u0663:5", "cannot read a group"),
     ("plan --prompt 30 --responses 5,x", "cannot read response lengths"),
     ("plan --prompt 30 --responses 5x9999999", "cannot read response lengths"),
     ("plan --prompt 0 --responses 5", "'0' is not a positive integer"),
@@ -104,7 +107,7 @@ def test_what_needs_more_says_so():
     ("plan --group 0:5", "a length is out of range"),
     ("plan --groups nowhere.jsonl", "nowhere.jsonl"),
     ("plan --preset rog", "invalid choice"),
-    ("plan --demo --ranks 0", "not a positive integer"),
+    ("plan --demo --ranks 0", "flags and values are as --help lists them"),
     ("plan --demo --model gpt-9", "qwen2.5-7b"),
     ("plan --demo --model nowhere.json", "nowhere.json"),
     ("plan --demo --tp 3", "--tp 3"),
@@ -120,11 +123,22 @@ def test_what_needs_more_says_so():
     (f"plan {STEP} --out nowhere/plan.json", "--out nowhere/plan.json"),
     (f"plan {STEP} --trace nowhere/t.json", "--trace nowhere/t.json"),
     (f"plan {STEP} --png nowhere/p.png", "--png nowhere/p.png"),
+    (f"plan {STEP} --png p.foo", "a picture cannot be written"),
     (f"plan {STEP} --mode ring --context-parallel-size 3", "divides the number of ranks"),
     ("trace nowhere.json --out x.json", "nowhere.json"),
 ])  # fmt: skip
 def test_bad_input_is_told_in_four_parts(capsys, line, part):
     assert part in refused(capsys, line)
+
+
+@pytest.mark.parametrize("text", ["", "[1", "[" * 100_000, "[]", "NaN", '{"traceEvents": [3]}',
+                                  '{"traceEvents": [{"pid": [1]}]}'])  # fmt: skip
+def test_files_that_are_something_else_are_told(capsys, tmp_path, text):
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    for line in (f"plan {STEP} --model {path}", f"plan {STEP} --cluster {path}",
+                 f"trace {path} --out {tmp_path}/both.json"):
+        assert str(path) in refused(capsys, line)
 
 
 def test_without_a_command_there_is_help(capsys):

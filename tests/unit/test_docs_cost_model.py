@@ -10,7 +10,8 @@ import pytest
 
 from megatron_augtree.config import AugTreeConfig
 from megatron_augtree.planning.cluster import GIB, Cluster, preset
-from megatron_augtree.planning.cost import Pair, PassPrice, Prices
+from megatron_augtree.planning.cost import PassPrice, Prices
+from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.loads import PassLoads, RankLoad
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.planner import configured, pairs_per_row

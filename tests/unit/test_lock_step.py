@@ -16,12 +16,13 @@ from megatron_augtree.planning import native
 from megatron_augtree.planning.cluster import GIB, preset
 from megatron_augtree.planning.cost import NS, Prices
 from megatron_augtree.planning.loads import PassLoads
-from megatron_augtree.planning.lock_step import LockStep, check_in_step, in_step, lock_step_ns, obeys
+from megatron_augtree.planning.lock_step import check_in_step, in_step, lock_step_ns, obeys
 from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.plan import Event, Plan
 from megatron_augtree.planning.planner import decide, explain, make_plan, price
 from megatron_augtree.planning.pool import Arrangement
 from megatron_augtree.planning.recipe import Decision
+from megatron_augtree.planning.rounds import LockStep
 from megatron_augtree.planning.timeline import timeline
 from megatron_augtree.planning.tree import ForestShape, from_lengths
 from tests.unit.forests import forest

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_augtree.planning.candidates import Choice, build
 from megatron_augtree.planning.cluster import preset
-from megatron_augtree.planning.cost import Copied, Demand, Pair, PassPrice, Prices
+from megatron_augtree.planning.cost import PassPrice, Prices
+from megatron_augtree.planning.demand import Copied, Demand, Pair
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.recipe import Recipe, plan_of
 from megatron_augtree.planning.tree import from_lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from dataclasses import replace
 
@@ -217,6 +218,7 @@ FORCED = ("", "degree=8", "degree=4,pieces=2", "degree=8,phase=phased,waves=2,ch
           "degree=16,primitive=move_kv")  # fmt: skip
 
 
+@functools.cache
 def plans(lengths: str, force: str, cluster: str, **model) -> tuple[Plan, Prices] | None:
     """A plan of some lengths on 16 ranks; None where it cannot be forced."""
     shape = forest(*(from_lengths(p, r) for p, r in LENGTHS[lengths]))
@@ -265,7 +267,7 @@ def test_extrapolated_layers_are_those_that_are_played(monkeypatch):
     again = {"recomputed": 5, "attention_kept": 2}
     found = {case: simulate(*made) for case in CASES if (made := plans(*case, **again))}
 
-    def one_by_one(clock, times, layer):
+    def one_by_one(clock, times, layer, *attentions):
         for _ in range(times):
             layer()
 

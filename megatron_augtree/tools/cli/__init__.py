@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
     def _rule(self, message: str) -> str:
         known = [*self._option_string_actions, *self.commands]
-        words = message.replace("'", " ").split()
+        words = message.replace("'", " ").replace(":", " ").split()
         close = [n for word in words if word not in known
                  for n in difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.75)]
         return f"did you mean {close[0]}?" if close else "flags and values are as --help lists them"

@@ -6,7 +6,8 @@ import argparse
 
 from megatron_augtree.config import AugTreeConfig
 from megatron_augtree.planning.cluster import GIB, Cluster, cluster_of
-from megatron_augtree.planning.cost import Pair, PassPrice, Prices
+from megatron_augtree.planning.cost import PassPrice, Prices
+from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Event

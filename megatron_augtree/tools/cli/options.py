@@ -83,7 +83,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """A positive integer, as argparse's `type`."""
-    if not text.isdecimal() or len(text) > _DIGITS or not int(text):
+    if not re.fullmatch(f"[0-9]{{1,{_DIGITS}}}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
@@ -130,14 +130,15 @@ def step_of(args: argparse.Namespace) -> Step:
     if args.group:
         return step_of_lengths([_group(text) for text in args.group])
     if args.prompt is None or args.responses is None:
-        raise InputError("half a group", values=chosen[0], rule="a group has a prompt and responses",
+        only = "--responses" if args.prompt is None else "--prompt"
+        raise InputError("half a group", values=f"{only} alone", rule="a group has a prompt and responses",
                          remedy="give both --prompt and --responses")
     return step_of_lengths([(args.prompt, lengths_of(args.responses, "--responses"))])
 
 
 def _group(text: str) -> tuple[int, list[int]]:
     prompt, colon, responses = text.partition(":")
-    if not colon or not prompt.isdecimal() or len(prompt) > _DIGITS:
+    if not colon or not re.fullmatch(f"[0-9]{{1,{_DIGITS}}}", prompt):
         raise InputError("cannot read a group", values=f"--group {text}",
                          rule="a group is PROMPT:RESPONSES, in tokens",
                          remedy="write, for example, --group 32768:512,480x3,1024")

@@ -154,3 +154,8 @@ def _picture(chosen: Chosen, path: str) -> None:
         raise InputError("a picture needs matplotlib", values=f"--png {path}: no module {error.name}",
                          rule="matplotlib draws it; nothing else here needs it",
                          remedy="pip install matplotlib, or use --trace") from error
+    except ValueError as error:
+        # The ending names the format, and matplotlib's message those that it has.
+        raise InputError("a picture cannot be written", values=f"--png {path}: {error}",
+                         rule="the file's ending is a format that matplotlib writes",
+                         remedy="let the name end in .png") from error

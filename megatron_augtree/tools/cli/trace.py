@@ -60,8 +60,11 @@ def merge_traces(files: Sequence[str], out: str) -> dict:
 
 def _read(path: str) -> list[dict]:
     try:
-        return read_events(path)
-    except (OSError, ValueError) as error:
+        events = read_events(path)
+        if not all(isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events):
+            raise ValueError("an event without a process")
+        return events
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("cannot read a trace", values=f"{path}: {error}",
                          rule="a trace is a file that plan --trace or --augtree-trace-dir wrote",
                          remedy="correct the path, or write the trace again") from error

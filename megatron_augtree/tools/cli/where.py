@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import NamedTuple
 
 from megatron_augtree.config import InputError
@@ -88,9 +89,10 @@ def row_of(trees: Trees, sequence: int, token: int) -> Row:
         if 0 <= row < trees.shape.rows[node]:
             return Row(node, row)
     length = sum(trees.shape.rows[node] for node in trees.paths[sequence]) + 1
+    targets = f"tokens 1 to {length - 1} of the sequence are targets of rows; token 0 is given"
     raise InputError("no such token", values=f"--sequence {sequence} --token {token}",
-                     rule=f"tokens 1 to {length - 1} of the sequence are targets of rows; token 0 is given",
-                     remedy="choose a token inside the sequence")
+                     rule=targets if length > 1 else "the sequence has no rows: none of its tokens is a target",
+                     remedy="choose a token inside the sequence, or another sequence")
 
 
 def locate(plan: Plan, row: Row) -> list[Place]:
@@ -107,6 +109,6 @@ def locate(plan: Plan, row: Row) -> list[Place]:
 
 
 def _natural(text: str) -> int:
-    if not text.isdecimal() or len(text) > 12:
+    if not re.fullmatch("[0-9]{1,12}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return int(text)
