@@ -70,14 +70,14 @@ def _from_config(path: str) -> PublicModel:
         )
         if any(type(value) is not int or value < 1 for value in vars(model).values()):
             raise ValueError("sizes are positive integers")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         raise InputError(
             "cannot read a model's sizes",
-            values=f"--model {path}: {type(error).__name__}: {error}",
+            values=f"--model {path}: {type(e).__name__}: {e}",
             rule="the file is a Hugging Face config.json with num_hidden_layers, hidden_size, "
             "intermediate_size, num_attention_heads and vocab_size",
             remedy=f"correct the file, or choose one of {', '.join(MODELS)}",
-        ) from error
+        ) from e
     return model
 
 

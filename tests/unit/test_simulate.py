@@ -232,7 +232,7 @@ def plans(lengths: str, force: str, cluster: str, **model) -> tuple[Plan, Prices
 
 
 CASES = [(lengths, force, cluster) for lengths in LENGTHS for force in FORCED
-         for cluster in ("h100", "paper", "cpu")]  # fmt: skip
+         for cluster in ("h100", "cpu")]  # fmt: skip
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -260,7 +260,7 @@ def test_what_holds_of_every_plan(lengths, stages):
                 assert all(0 < s.work <= s.duration + 1e-12 for s in mine)
         if stages == 1:
             assert max(found.peak_bytes) == price(plan, prices).peak_bytes
-    assert seen > 12
+    assert seen > 8
 
 
 def test_extrapolated_layers_are_those_that_are_played(monkeypatch):
@@ -272,7 +272,7 @@ def test_extrapolated_layers_are_those_that_are_played(monkeypatch):
             layer()
 
     monkeypatch.setattr(Clock, "repeat", one_by_one)
-    assert len(found) > 40
+    assert len(found) > 26
     for case, extrapolated in found.items():
         assert simulate(*plans(*case, **again)) == extrapolated, case
 

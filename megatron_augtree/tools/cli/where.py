@@ -91,7 +91,7 @@ def row_of(trees: Trees, sequence: int, token: int) -> Row:
     length = sum(trees.shape.rows[node] for node in trees.paths[sequence]) + 1
     targets = f"tokens 1 to {length - 1} of the sequence are targets of rows; token 0 is given"
     raise InputError("no such token", values=f"--sequence {sequence} --token {token}",
-                     rule=targets if length > 1 else "the sequence has no rows: none of its tokens is a target",
+                     rule=targets if length > 1 else "the sequence has no rows: no token is a target",
                      remedy="choose a token inside the sequence, or another sequence")
 
 
