@@ -70,7 +70,7 @@ def _from_config(path: str) -> PublicModel:
         )
         if any(type(value) is not int or value < 1 for value in vars(model).values()):
             raise ValueError("sizes are positive integers")
-    except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise InputError(
             "cannot read a model's sizes",
             values=f"--model {path}: {type(e).__name__}: {e}",
