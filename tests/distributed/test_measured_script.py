@@ -31,7 +31,15 @@ def scripts():
 def report(tmp_path_factory):
     """What the quick run writes, and how it ended."""
     path = tmp_path_factory.mktemp("measured") / "figures.json"
-    command = [sys.executable, str(SCRIPTS / "bench_measured.py"), "--quick", "--repeats", "2", "--json", path]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "bench_measured.py"),
+        "--quick",
+        "--repeats",
+        "2",
+        "--json",
+        path,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert path.is_file(), ended.stderr
@@ -45,7 +53,9 @@ def test_every_mode_is_measured_over_every_link(report):
     for case in found["cases"]:
         modes = [mode.split()[0] for row in case["plans"] for mode in row["modes"]]
         assert sorted(modes) == sorted(MODES)
-        assert case["digest"] == found["calibration"][case["link"]]["digest"] and case["digest"] in ended.stdout
+        assert (
+            case["digest"] == found["calibration"][case["link"]]["digest"] and case["digest"] in ended.stdout
+        )
         assert case["unshared_rows"] == 4 * 159 + 16 + 32 + 48 + 64
         for row in case["plans"]:
             assert len(row["passes"]) == len(row["step"]) == len(row["waited"]) == 2
