@@ -15,7 +15,7 @@ else:
             sorted(glob("csrc/*.cpp")),
             depends=sorted(glob("csrc/*.h")),
             cxx_std=17,
-            extra_compile_args=["-O2"],
+            extra_compile_args=["-O3", "-fno-plt"],
             optional=True,  # no compiler, no core
         )
     ]

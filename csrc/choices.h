@@ -18,7 +18,9 @@ class Search {
 public:
     enum Aim { kCheapest, kEvery };
 
-    Search(Jobs& jobs, const Nodes& nodes, i64 width, Aim aim) : jobs_(jobs), o_(jobs.options), width_(width), aim_(aim) {
+    // An offer of `below` or more may be left out where only the cheapest counts.
+    Search(Jobs& jobs, const Nodes& nodes, i64 width, Aim aim, i64 below = INT64_MAX)
+        : jobs_(jobs), o_(jobs.options), width_(width), aim_(aim), below_(below) {
         jobs.split_inner(nodes, inner_, leaves_);
         const bool tree = !inner_.empty() && !leaves_.empty();
         if (width < o_.least) return;
@@ -79,6 +81,9 @@ private:
     }
 
     bool too_dear(i64 least_cost) const { return aim_ == kCheapest && best && least_cost >= best->cost; }
+
+    // The same of waves; nothing depends on what fused passes cost any more.
+    bool hopeless(i64 least_cost) const { return too_dear(least_cost) || (aim_ == kCheapest && least_cost >= below_); }
 
     bool asks_for_waves() const {
         if (o_.phased != 1) return o_.phased == 2;
@@ -171,14 +176,15 @@ private:
             if (too_dear(least_cost(price))) break;
             const Offer offer = fused_offer(jobs_, choice, price);
             if (consider(offer)) unrepeated_ = price.least_time();
-            if (width_ == 1 || (offer.peak <= o_.room && !repeats(offer.choice))) break;
+            if (width_ == 1 || (offer.peak <= o_.room && !repeats(offer.choice.keep_layers))) break;
         }
         return hidden;
     }
 
-    bool repeats(const Choice& choice) const {
+    // Whether passes that keep so many layers run others again; -1 stands for the flags.
+    bool repeats(i64 kept) const {
         const Constants& c = jobs_.constants;
-        return (choice.keep_layers >= 0 ? choice.keep_layers : c.layers - c.recomputed) < c.layers;
+        return (kept >= 0 ? kept : c.layers - c.recomputed) < c.layers;
     }
 
     void phased() {
@@ -205,32 +211,48 @@ private:
         }
         for (std::size_t i = 0; i < seeds.size(); ++i) {
             if (aim_ == kCheapest && i > 0 && same_passes(seeds[i].choice, seeds[i - 1].choice)) continue;
-            if (!several) other_chunks(seeds[i].choice, more);
-            other_ways(seeds[i].choice, more);
+            const Choice& seed = seeds[i].choice;
+            const Phased phased(jobs_, seed, estimates_->spine(seed), estimates_->waves(seed));
+            if (hopeless(phased.bare_cost())) continue;
+            if (!several && phased.spine_is_heavy()) other_chunks(seed, more);
+            if (phased.shows_traffic()) other_ways(seed, more);
         }
         seeds.insert(seeds.end(), more.begin(), more.end());
         if (o_.lean && width_ > 1) {
             const std::vector<Tried> fat = seeds;
             for (const Tried& seed : fat) {
+                if (hopeless(bare_cost(seed.choice))) continue;
                 Choice choice = seed.choice;
                 choice.keep = 0;
-                attempt(choice, seed.times * seed.offers.count, seeds);
+                attempt(choice, seed.times * wanting(seed.offers), seeds);
             }
         }
         if (!o_.offload || !jobs_.constants.has_host) return;
         std::vector<Tried> rested;
         for (const Tried& seed : seeds) {
+            if (hopeless(bare_cost(seed.choice))) continue;
             Choice choice = seed.choice;
             choice.offload = 1;
-            attempt(choice, seed.times * seed.offers.count, rested);
+            attempt(choice, seed.times * wanting(seed.offers), rested);
         }
+    }
+
+    i64 bare_cost(const Choice& choice) {
+        return Phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice)).bare_cost();
+    }
+
+    // How many offers do not fit or run layers again: others may want less memory.
+    int wanting(const Offers& offers) const {
+        return static_cast<int>(std::count_if(offers.begin(), offers.end(), [&](const Offer& o) {
+            return o.peak > o_.room || repeats(o.choice.keep_layers) || repeats(o.choice.wave_layers);
+        }));
     }
 
     // Offers of prefill and waves. A cost matters that may be the lowest, of all or of its primitive.
     Offers first_offers(const Choice& choice, const Offer* cheap) {
         const Phased phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice));
         const i64 least = phased.least_cost();
-        return phased.offers(!(too_dear(least) && cheap && least >= cheap->cost));
+        return phased.offers(!(hopeless(least) && cheap && least >= cheap->cost));
     }
 
     static bool same_passes(const Choice& a, const Choice& b) {
@@ -265,8 +287,9 @@ private:
     // Tries a choice so many times, as the twin does for each offer of a seed: how often an offer stands in the
     // list of what may be settled counts there.
     void attempt(const Choice& choice, int times, std::vector<Tried>& into) {
+        if (!times) return;
         const Phased phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice));
-        if (too_dear(phased.least_cost())) return;
+        if (hopeless(phased.least_cost())) return;
         if (aim_ == kCheapest) times = 1;
         into.push_back({choice, phased.offers(true), times});
         const Offers offers = into.back().offers;
@@ -321,6 +344,7 @@ private:
     const Options& o_;
     i64 width_;
     Aim aim_;
+    i64 below_;
     Nodes inner_, leaves_;
     std::vector<Way> ways_;
     std::optional<Estimates> estimates_;

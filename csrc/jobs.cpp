@@ -8,6 +8,8 @@ namespace augtree {
 
 namespace {
 
+constexpr i64 kSkipped = -2;  // as offers.SKIPPED
+
 i64 cost_of(const std::vector<Job>& jobs) {
     i64 cost = 0;
     for (const Job& job : jobs) cost = std::max(cost, job.offer.cost);
@@ -16,8 +18,8 @@ i64 cost_of(const std::vector<Job>& jobs) {
 
 }  // namespace
 
-std::optional<Offer> Jobs::estimate(const Nodes& nodes, i64 width) {
-    return Search(*this, nodes, width, Search::kCheapest).best;
+std::optional<Offer> Jobs::estimate(const Nodes& nodes, i64 width, i64 below) {
+    return Search(*this, nodes, width, Search::kCheapest, below).best;
 }
 
 std::optional<Offer> Jobs::best(const Nodes& nodes, i64 width) {
@@ -107,14 +109,32 @@ const std::optional<std::vector<Job>>& Jobs::tree_jobs(int first, int end, i64 w
 }
 
 std::vector<std::vector<i64>> Jobs::table(
-    const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 enough) {
+    const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 enough, bool many) {
     std::vector<std::vector<i64>> rows;
     for (const auto& [first, end] : trees) {
         std::vector<i64> costs;
-        for (i64 width : widths) {
-            const auto& jobs = tree_jobs(first, end, width);
-            costs.push_back(jobs ? cost_of(*jobs) : -1);
-            if (jobs && costs.back() < enough) break;
+        const auto price = [&](std::size_t at) {
+            const auto& jobs = tree_jobs(first, end, widths[at]);
+            return costs[at] = jobs ? cost_of(*jobs) : -1;
+        };
+        std::size_t from = 0;
+        if (many) {
+            Nodes nodes(end - first);
+            std::iota(nodes.begin(), nodes.end(), first);
+            while (from + 1 < widths.size() && floor(nodes, widths[from + 1]) >= enough) ++from;
+        }
+        i64 least = INT64_MAX;
+        costs.assign(from, kSkipped);
+        for (std::size_t at = from; at < widths.size(); ++at) {
+            costs.push_back(0);
+            const i64 cost = price(at);
+            if (cost >= 0) least = std::min(least, cost * widths[at]);
+            if (0 <= cost && cost < enough) break;
+        }
+        for (std::size_t at = from; at-- > 0;) {
+            const i64 cost = price(at);
+            if (least != INT64_MAX && (cost < 0 || 10 * cost * widths[at] > 11 * least)) break;
+            if (cost >= 0) least = std::min(least, cost * widths[at]);
         }
         rows.push_back(std::move(costs));
     }
@@ -132,7 +152,7 @@ std::optional<std::vector<Job>> Jobs::in_parts(std::vector<Nodes> parts, i64 wid
     for (std::size_t k = 0; k < order.size(); ++k) {
         const std::size_t i = order[k].second, before = order[k ? k - 1 : 0].second;
         const bool again = k && order[k].first == order[k - 1].first && alike(parts[i], jobs[before].nodes);
-        const auto offer = again ? std::optional(jobs[before].offer) : estimate(parts[i], width);
+        const auto offer = again ? std::optional(jobs[before].offer) : estimate(parts[i], width, below);
         if (!offer || offer->cost >= below) return std::nullopt;
         jobs[i] = {std::move(parts[i]), static_cast<i64>(i) * width, *offer};
     }

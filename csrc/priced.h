@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <forward_list>
 #include <map>
-#include <unordered_map>
 
 #include "typical.h"
 
@@ -18,6 +18,8 @@ struct Group {
     std::vector<PassPrice> prices;
     Demand demand{};            // of all of them: together, or of waves in turn
     i64 time = 0, longest = 0;  // of all of them and of the longest, whatever the pair, at the least
+    i64 bare = 0;               // time without the traffic that shows
+    bool hidden = true;         // none shows
 
     void finish(bool in_turn) {
         for (std::size_t i = 0; i < prices.size(); ++i) {
@@ -25,7 +27,9 @@ struct Group {
             demand = i == 0 ? one : in_turn ? demand.in_turn(one) : demand.together(one);
             const i64 least = prices[i].least_time();
             time += least;
+            bare += prices[i].bare_time();
             longest = std::max(longest, least);
+            hidden = hidden && prices[i].hidden();
         }
     }
 };
@@ -89,6 +93,19 @@ public:
     i64 least_cost() const {
         return jobs_.cost(spine_.time + waves_.time, std::max(spine_.longest, waves_.longest));
     }
+
+    // What no way to move the same rows, and no more chunks of them, make less either.
+    i64 bare_cost() const { return jobs_.cost(spine_.bare + waves_.bare, 0); }
+
+    // Whether the prompt's passes ask for more memory while they run than the waves ever do: if not, more and smaller
+    // ones cannot make a pair fit, or a plan leaner.
+    bool spine_is_heavy() const {
+        const Demand& turn = waves_.demand;
+        return spine_.demand.work_again > std::min(turn.peak(kNothing), turn.peak({turn.layers, 0}));
+    }
+
+    // Whether traffic shows: otherwise further ways to move the same rows only cost more. Queries have one way.
+    bool shows_traffic() const { return !(spine_.hidden && (choice_.primitive == MOVE_Q || waves_.hidden)); }
 
     // With the pairs that fit: either part takes what it can before the other. Where it is known that no cost as
     // high as `least_cost` matters, that stands for the cost.
@@ -188,7 +205,9 @@ public:
         const PassSpec p = spec_of(choice, kSpine);
         Group& group = groups_[{kSpine, choice.chunks, 1, 0, p.primitive, p.pieces, moves(p)}];
         if (group.prices.empty()) {
-            for (const TypicalRows& rows : chunk_rows(choice.chunks)) group.prices.push_back(price(rows, p, true));
+            const std::vector<TypicalRows>& chunks = chunk_rows(choice.chunks);
+            group.prices.reserve(chunks.size());
+            for (const TypicalRows& rows : chunks) group.prices.push_back(price(rows, p, true));
             group.finish(false);
         }
         return group;
@@ -198,7 +217,9 @@ public:
         const PassSpec p = spec_of(choice, kWaves);
         Group& group = groups_[{kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p)}];
         if (group.prices.empty()) {
-            for (const TypicalRows& rows : wave_rows(choice)) group.prices.push_back(price(rows, p, false));
+            const std::vector<TypicalRows>& waves = wave_rows(choice);
+            group.prices.reserve(waves.size());
+            for (const TypicalRows& rows : waves) group.prices.push_back(price(rows, p, false));
             group.finish(true);
         }
         return group;
@@ -206,15 +227,23 @@ public:
 
 private:
     using Key = std::array<i64, 7>;
-    struct Hash {
-        std::size_t operator()(const Key& key) const {
-            std::uint64_t mixed = 0;
-            for (i64 x : key) mixed = (mixed ^ static_cast<std::uint64_t>(x)) * 0x9E3779B97F4A7C15u;
-            return mixed >> 32;
-        }
-    };
+
+    // A few values by key; they stay where they are.
     template <class Value>
-    using Known = std::unordered_map<Key, Value, Hash>;
+    class Known {
+    public:
+        Value& operator[](const Key& key) {
+            for (auto& [known, value] : held_) {
+                i64 differs = 0;
+                for (std::size_t i = 0; i < key.size(); ++i) differs |= known[i] ^ key[i];
+                if (!differs) return value;
+            }
+            return held_.emplace_front(key, Value{}).second;
+        }
+
+    private:
+        std::forward_list<std::pair<Key, Value>> held_;
+    };
 
     static i64 moves(const PassSpec& p) {
         return (p.node_ranks ? 8 : 0) + 4 * p.keep + 2 * p.prefetch + p.offload;
@@ -224,7 +253,9 @@ private:
     const std::vector<TypicalRows>& chunk_rows(i64 chunks) {
         std::vector<TypicalRows>& found = rows_[{kSpine, chunks}];
         if (!found.empty()) return found;
-        for (const auto& [lo, hi] : chunks_of(inner_rows_, chunks)) {
+        const auto runs = chunks_of(inner_rows_, chunks);
+        found.reserve(runs.size());
+        for (const auto& [lo, hi] : runs) {
             std::vector<Span> spans;
             i64 start = 0;
             for (const Span& s : spans_) {
@@ -240,7 +271,9 @@ private:
     const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
         std::vector<TypicalRows>& found = rows_[{kWaves, choice.waves, choice.lane_degree, choice.wide}];
         if (!found.empty()) return found;
-        for (const auto& [count, taken] : dealt(choice.waves)) {
+        const std::vector<Wave>& waves = dealt(choice.waves);
+        found.reserve(waves.size());
+        for (const auto& [count, taken] : waves) {
             found.push_back(block_.with_leaves({}, &taken, choice.lane_degree, std::min(choice.wide, count),
                                                inner_rows_, static_cast<i64>(inner_.size())));
         }

@@ -195,6 +195,12 @@ i64 PassPrice::least_time() const {
     return forward + backward + 2 * c_->pass_ns;
 }
 
+i64 PassPrice::bare_time() const {
+    i64 shown = 0;
+    for (const Line& x : lines) shown = std::max(shown, x.exposed);
+    return least_time() - (c_->layers + c_->stages - 1) / c_->stages * shown;
+}
+
 std::pair<i64, i64> PassPrice::time(Pair pair) const {
     const i64 stages = c_->stages;
     const auto share = [&](i64 n) { return stages == 1 ? n : (n + stages - 1) / stages; };

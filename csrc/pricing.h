@@ -116,6 +116,8 @@ public:
     std::pair<i64, i64> time(Pair pair) const;
     // With nothing recomputed, and nothing waiting for the host: no pair takes less.
     i64 least_time() const;
+    // Without the traffic that nothing hides.
+    i64 bare_time() const;
     bool hidden() const;
     i64 kept(const Line& x, Pair pair) const {
         return (offloads_ ? 0 : resting(x, pair)) + x.state - pair.whole * x.state_whole;
@@ -255,14 +257,15 @@ struct Job {
 class Jobs {
 public:
     Jobs(Forest f, Constants c, Options o) : forest(std::move(f)), constants(c), options(std::move(o)), mark_(forest.rows.size(), 0) {}
-    std::optional<Offer> estimate(const Nodes& nodes, i64 width);
+    // The cheapest; or, where it costs `below` or more, perhaps none.
+    std::optional<Offer> estimate(const Nodes& nodes, i64 width, i64 below = INT64_MAX);
     std::optional<Offer> best(const Nodes& nodes, i64 width);
     Offer settle(const Nodes& nodes, const Choice& choice);
     std::optional<std::vector<Job>> with_copies(const Nodes& nodes, i64 width);
     // The same for nodes first..end, remembered.
     const std::optional<std::vector<Job>>& tree_jobs(int first, int end, i64 width);
     std::vector<std::vector<i64>> table(
-        const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 enough);
+        const std::vector<std::pair<int, int>>& trees, const std::vector<i64>& widths, i64 enough, bool many);
 
     void split_inner(const Nodes& nodes, Nodes& inner, Nodes& leaves);
     i64 row_cost(int node) const { return forest.area(node, 0, forest.rows[node]) + options.unit * forest.rows[node]; }

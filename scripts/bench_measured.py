@@ -70,7 +70,7 @@ def main() -> None:
         links = frozen(args, Path(folder))
         report = {
             "kind": "measured", "machine": machine(), "commit": commit(), "model": MODEL, "ranks": RANKS,
-            "repeats": args.repeats, "load_before": os.getloadavg(),
+            "repeats": args.repeats, "tries": args.tries, "load_before": os.getloadavg(),
             "calibration": {link: asdict(cluster) | {"digest": cluster.digest()}
                             for link, (_, cluster, _) in links.items()},
             "measured_by_calibration": links["plain"][2],
@@ -84,6 +84,8 @@ def main() -> None:
     print(told(report["summary"]))
     if args.json:
         write_json(args.json, report)
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(cases))
     for line in bars.missed:
         print(f"MISSED  {line}")
     sys.exit(bool(bars.missed))
@@ -95,16 +97,21 @@ def parse() -> argparse.Namespace:
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     parser.add_argument("--data-dir", default=os.environ.get("AUGTREE_DATA", str(default)),
                         help="folder of the group files; default $AUGTREE_DATA, else ../shared/data")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS,
+                        help="may be given several times; default all")
     parser.add_argument("--repeats", type=int, default=7, help="of every plan; the median counts")
+    parser.add_argument("--tries", type=int, default=3,
+                        help="a step whose core is taken away is played so often at most; default 3")
     parser.add_argument("--calibration", help="a file of an earlier run on this machine; default: calibrate")
     parser.add_argument("--keep-calibration", help="write what was calibrated to this file")
     parser.add_argument("--quick", action="store_true",
                         help="one small group, plain and 5 MB/s, the cpu preset for a calibration: seconds")
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--markdown", help="the same as tables for the documentation, to this file")
     args = parser.parse_args()
     args.repeats = min(args.repeats, 3) if args.quick else args.repeats
-    if args.repeats < 2:
-        parser.error("--repeats is at least 2: quartiles need them")
+    if args.repeats < 2 or args.tries < 1:
+        parser.error("--repeats is at least 2, since quartiles need them; --tries at least 1")
     return args
 
 
@@ -136,11 +143,12 @@ def ranks(*words: str) -> None:
 
 def played(args: argparse.Namespace, links: dict, folder: Path) -> list[dict]:
     """What the ranks found, by workload and link."""
-    workloads = {"quick": Workload("", (0, 1))} if args.quick else WORKLOADS
+    asked = {name: WORKLOADS[name] for name in args.workload or WORKLOADS}
+    workloads = {"quick": Workload("", (0, 1))} if args.quick else asked
     job = {
         "workloads": {name: asdict(w) for name, w in workloads.items()}, "data": args.data_dir,
         "links": {link: (LINKS[link], path) for link, (path, _, _) in links.items()},
-        "repeats": args.repeats, "out": str(folder / "found.json"),
+        "repeats": args.repeats, "tries": 1 if args.quick else args.tries, "out": str(folder / "found.json"),
     }  # fmt: skip
     write_json(str(folder / "job.json"), job)
     ranks("--job", str(folder / "job.json"))
@@ -263,6 +271,22 @@ def table(case: dict) -> str:
             f"{max(row['waited']):8.1%}  {row['plays']}: {row['note']}"
         )
     return "\n".join(lines)
+
+
+def markdown(cases: Sequence[dict]) -> str:
+    """All cases as one table, a line a plan."""
+    lines = ["| step | link | modes | plays | median s (quartiles) | priced s | error | x augtree |"]
+    lines.append("|---" * 8 + "|")
+    for case in cases:
+        for row in case["plans"]:
+            low, _, high = statistics.quantiles(row["passes"], n=4, method="inclusive")
+            middle, priced, times = median(row), row["predicted"], ratio(row, chosen(case))[0]
+            lines.append(
+                f"| {case['workload']} | {case['link']} | {', '.join(row['modes'])} | {row['note']} "
+                f"| {middle:.3f} ({low:.3f}-{high:.3f}) | {priced:.3f} | {priced / middle - 1:+.1%} "
+                f"| {times:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def told(found: dict) -> str:

@@ -52,8 +52,8 @@ SIZES = replace(
 MODES = ("ring", "ring-reuse", "gather-reuse", "dynamic", "augtree")
 #: Of these, the one that is cheapest by its price plays `ring-reuse`.
 REUSE = ("ring-reuse", "ring-reuse-two-pass", "ring-reuse-per-response")
-#: A step that waited longer for its core, a share of its time, is played again, so often at most.
-DISTURBED, TRIES = 0.03, 3
+#: A step that waited longer for its core, a share of its time, is played again.
+DISTURBED = 0.03
 #: Draws of the null test; each constant is doubled or halved.
 DRAWS = 50
 
@@ -146,10 +146,10 @@ def waited() -> float:
     return 0.0
 
 
-def measure(updates: Updates, x: Played) -> tuple[float, float, float]:
-    """One step of a plan, played again where the core was taken away: the least disturbed counts."""
+def measure(updates: Updates, x: Played, most: int) -> tuple[float, float, float]:
+    """One step of a plan, played up to so often where the core is taken away: the least disturbed counts."""
     tries = []
-    while len(tries) < TRIES and (not tries or tries[-1][2] > DISTURBED):
+    while len(tries) < most and (not tries or tries[-1][2] > DISTURBED):
         before = waited()
         took = updates.play(*x.run)
         share = (waited() - before) / took.step
@@ -184,7 +184,7 @@ def play(job: dict) -> None:
                 for x in itertools.islice(itertools.cycle(played), turn % len(played), None):
                     if len(x.found) > turn:
                         break
-                    x.found.append(measure(updates, x))
+                    x.found.append(measure(updates, x, job["tries"] if turn else 1))
                     bar.update()
     if first:
         write_json(job["out"], [_told(*key, played, job) for key, played in cases.items()])

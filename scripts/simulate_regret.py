@@ -6,7 +6,8 @@ A batch is one of scripts/never_slower.py (lengths, pool, machine, model, pipeli
 degree) on at most 64 ranks; two of three have 27 GiB a rank, the others ample memory. The plan is what the
 launchers choose, by its price. Every peer is planned separately by its own choice, without recompute, and
 with all layers recomputed where that does not fit; of peers those count whose simulated peak is within the
-memory. All are simulated (`planning/simulate.py`): nothing is measured.
+memory and whose blocks are within the limit of the degree. All are simulated (`planning/simulate.py`):
+nothing is measured.
 
     regret = simulated(augtree) / min over all modes of simulated - 1
 
@@ -144,6 +145,8 @@ def peer_of(batch, mode: str, config: AugTreeConfig) -> Side | None:
             plan = explain(trees.shape, model, batch.world, own, tree_groups=trees.tree_groups, own=True)[0]
         except InfeasiblePlanError:
             return None
+        if max(len(p.block) for p in plan.passes) > (batch.limit or batch.world):
+            return None  # Megatron's rounds may give idle ranks to a sequence, beyond the limit
         if plan.peak_bytes <= room:
             side = side_of(plan, mode, Prices(model, preset(batch.cluster)))
             return side if side.peak_gib * GIB <= room else None

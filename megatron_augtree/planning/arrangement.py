@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_augtree.planning.candidates import job_recipes
@@ -72,15 +73,26 @@ class Arrangement:
 def arrange(name: str, placed: Sequence[Placed], world: int, stages: int) -> Arrangement:
     """An arrangement with its time: a rank's finish is the sum of the jobs that cover it, since wide ones
     come first and blocks are nested."""
-    busy = [0] * world
-    for x in placed:
-        for rank in range(x.start, x.start + x.width):
-            busy[rank] += x.job.offer.time
+    busy = busy_ranks(((x.start, x.width, x.job.offer.time) for x in placed), world)
     slot = max((x.job.offer.slot for x in placed), default=0)
     time = max(busy, default=0) + (stages - 1) * slot
     peak = max((x.job.offer.peak for x in placed), default=0)
     order = sorted(range(len(placed)), key=lambda i: (-placed[i].width, placed[i].start, i))
     return Arrangement(name, tuple(placed[i] for i in order), time, peak)
+
+
+def busy_ranks(blocks: Iterable[tuple[int, int, int]], world: int) -> list[int]:
+    """[rank] what it has to do.
+
+    Args:
+        blocks: (first rank, ranks, ns) of jobs.
+        world: ranks of the pool.
+    """
+    steps = [0] * (world + 1)
+    for start, width, time in blocks:
+        steps[start] += time
+        steps[start + width] -= time
+    return list(accumulate(steps[:-1]))
 
 
 def mates_of(where: Sequence[int]) -> list[list[int]]:

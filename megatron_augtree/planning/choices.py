@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_augtree.planning.candidates import Choice, split_inner
 from megatron_augtree.planning.demand import Pair
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 
 #: Estimates that are counted rank by rank before a job is given up.
 TRIES = 3
+
+
+class _Tried(NamedTuple):
+    """An offer and the passes that it is of."""
+
+    offer: Offer
+    priced: Priced
+
+    @property
+    def choice(self) -> Choice:
+        """How it is played."""
+        return self.offer.choice
 
 
 class ChoiceSearch:
@@ -131,35 +143,39 @@ class ChoiceSearch:
             (offer,) = priced.offers()
             if self._consider(offer):
                 self._unrepeated = sum(priced.spine[0].time(Pair(self.jobs.prices.model.layers, 0)))
-            if self.width == 1 or offer.peak <= self.jobs.room and not self._repeats(offer.choice):
+            repeats = self._repeats(offer.choice.keep_layers)
+            if self.width == 1 or offer.peak <= self.jobs.room and not repeats:
                 break
         return hidden
 
-    def _repeats(self, choice: Choice) -> bool:
+    def _repeats(self, kept: int) -> bool:
+        """Whether passes that keep so many layers run others again; -1 stands for the flags."""
         m = self.jobs.prices.model
-        return (choice.keep_layers if choice.keep_layers >= 0 else m.layers - m.recomputed) < m.layers
+        return (kept if kept >= 0 else m.layers - m.recomputed) < m.layers
 
     # Phased.
 
     def _phased(self) -> None:
-        """Waves over one prefill; the cheapest and the leanest of either primitive also over chunks, each
-        also without keeping what it receives, and offloaded."""
+        """Waves over one prefill; the cheapest and the leanest of either primitive also over chunks, where
+        the prefill is what memory is short of, and in other ways, where traffic shows; those that want
+        memory also without keeping what they receive, and offloaded."""
         several = self.jobs.prices.model.stages > 1
         first_chunks = self.options.chunks if several else self.options.chunks[:1]
-        tried = [o for chunks in first_chunks for choice in self._waves(chunks) for o in self._try(choice)]
+        tried = [x for chunks in first_chunks for choice in self._waves(chunks) for x in self._try(choice)]
         if not tried:
             return
         seeds = []
         for queries in (False, True):
-            mine = [offer for offer in tried if (offer.choice.primitive == "move_q") == queries]
-            fitting = [offer for offer in mine if offer.peak <= self.jobs.room]
-            seeds += [min(mine, key=lambda o: o.peak)] if mine else []
-            seeds += [min(fitting, key=lambda o: o.cost)] if fitting else []
-        more: list[Offer] = []
+            mine = [x for x in tried if (x.choice.primitive == "move_q") == queries]
+            fitting = [x for x in mine if x.offer.peak <= self.jobs.room]
+            seeds += [min(mine, key=lambda x: x.offer.peak)] if mine else []
+            seeds += [min(fitting, key=lambda x: x.offer.cost)] if fitting else []
+        more: list[_Tried] = []
         for seed in seeds:
-            for chunks in () if several else self.options.chunks[1:]:
-                more += self._try(replace(seed.choice, chunks=chunks))
-            for hop, primitive, pieces in self._ways()[1:]:
+            chunks = self.options.chunks[1:] if seed.priced.spine_is_heavy and not several else ()
+            for number in chunks:
+                more += self._try(replace(seed.choice, chunks=number))
+            for hop, primitive, pieces in self._ways()[1:] if seed.priced.shows_traffic else ():
                 # Prefill and chunks have nothing that travels ahead: they may want pieces.
                 if seed.choice.primitive == "move_q":
                     pieces = self.width - 1 if primitive == "move_kv" else pieces
@@ -169,16 +185,23 @@ class ChoiceSearch:
                     more += self._try(replace(seed.choice, **way))
         if self.options.lean and self.width > 1:
             for seed in [*seeds, *more]:
-                more += self._try(replace(seed.choice, keep=False))
+                more += self._try(replace(seed.choice, keep=False)) if self._wants_memory(seed) else []
         if self.options.offload and self.jobs.prices.host is not None:
             for seed in [*seeds, *more]:
-                self._try(replace(seed.choice, offload=True))
+                if self._wants_memory(seed):
+                    self._try(replace(seed.choice, offload=True))
 
-    def _try(self, choice: Choice) -> list[Offer]:
-        offers = Priced(self.jobs, self.inner, self.leaves, choice, exact=False).offers()
-        for offer in offers:
-            self._consider(offer)
-        return offers
+    def _wants_memory(self, x: _Tried) -> bool:
+        """Whether it does not fit, or runs layers again."""
+        kept = x.choice.keep_layers, x.choice.wave_layers
+        return x.offer.peak > self.jobs.room or any(map(self._repeats, kept))
+
+    def _try(self, choice: Choice) -> list[_Tried]:
+        priced = Priced(self.jobs, self.inner, self.leaves, choice, exact=False)
+        tried = [_Tried(offer, priced) for offer in priced.offers()]
+        for x in tried:
+            self._consider(x.offer)
+        return tried
 
     def _waves(self, chunks: int) -> Iterator[Choice]:
         options, ways = self.options, self._ways()

@@ -87,8 +87,10 @@ class FastJobs(Jobs):
             return None
         return [Job(tuple(part), offset, _offer(numbers)) for part, offset, numbers in found]
 
-    def table(self, trees: Sequence[Sequence[int]], widths: Sequence[int], enough: int) -> list[list[int]]:
-        return self._core.table([(nodes[0], nodes[-1] + 1) for nodes in trees], list(widths), enough)
+    def table(
+        self, trees: Sequence[Sequence[int]], widths: Sequence[int], enough: int, many: bool
+    ) -> list[list[int]]:
+        return self._core.table([(nodes[0], nodes[-1] + 1) for nodes in trees], list(widths), enough, many)
 
     def price(self, recipes: Sequence[Recipe], events: Sequence[Event], world: int) -> tuple[int, int]:
         """(ns, bytes above what a step needs whatever its rows) of some recipes: `planner.price`."""

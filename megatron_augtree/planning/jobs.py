@@ -10,12 +10,14 @@ of a pass is a closed form of the bytes that are left (`demand.Demand.fit`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
 
 from megatron_augtree.planning.candidates import Choice, copies_of, split_inner
 from megatron_augtree.planning.choices import ChoiceSearch
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.demand import Demand, Pair
-from megatron_augtree.planning.offers import Job, Offer, Options, cost_of
+from megatron_augtree.planning.offers import NEVER, SKIPPED, Job, Offer, Options, cost_of
 from megatron_augtree.planning.priced import Priced
 from megatron_augtree.planning.tree import ForestShape
 
@@ -81,11 +83,25 @@ class Jobs:
     def ideal(self, nodes: Sequence[int], ranks: int) -> int:
         """Forward and backward of some nodes spread evenly over some ranks, without any fixed cost, ns."""
         c, m = self.prices.cluster, self.prices.model
-        rows = sum(self.shape.rows[n] for n in nodes)
-        pairs = sum(self.shape.area(n) for n in nodes)
+        rows, pairs = self._totals(nodes)
         linear = (self.prices.linear.ns(rows) + self.prices.beside.ns(rows)) * (100 + c.gemm_backward_pct)
         attention = self.prices.attention.ns(pairs) * (100 + c.attention_backward_pct)
         return m.layers * (linear // 100 + attention // 100) // (ranks * m.stages)
+
+    def _totals(self, nodes: Sequence[int]) -> tuple[int, int]:
+        """(rows, pairs) of some nodes."""
+        rows, pairs = self._sums
+        if nodes and nodes[-1] - nodes[0] + 1 == len(nodes):  # a tree
+            first, end = nodes[0], nodes[-1] + 1
+            return rows[end] - rows[first], pairs[end] - pairs[first]
+        return sum(rows[n + 1] - rows[n] for n in nodes), sum(pairs[n + 1] - pairs[n] for n in nodes)
+
+    @cached_property
+    def _sums(self) -> tuple[list[int], list[int]]:
+        """[node, and one more] rows and pairs of all nodes before it."""
+        shape = self.shape
+        areas = map(shape.area, range(len(shape.rows)))
+        return [0, *accumulate(shape.rows)], [0, *accumulate(areas)]
 
     def floor(self, nodes: Sequence[int], ranks: int) -> int:
         """No job with these nodes takes less on some ranks: even work, and the launches of one pass, ns."""
@@ -129,24 +145,42 @@ class Jobs:
                 best = jobs
         return best
 
-    def table(self, trees: Sequence[Sequence[int]], widths: Sequence[int], enough: int) -> list[list[int]]:
+    def table(
+        self, trees: Sequence[Sequence[int]], widths: Sequence[int], enough: int, many: bool
+    ) -> list[list[int]]:
         """[tree] estimated costs on blocks of the widths in turn, -1 where nothing fits.
 
         Args:
             trees: [tree] its nodes, a whole subtree.
             widths: ascending.
             enough: a row ends where a tree costs less than so many nanoseconds: wider blocks only cost work.
+            many: of so many trees none needs a block that takes a tenth more work than a wider one; that and
+                narrower ones are `SKIPPED`.
         """
         rows = []
         for nodes in trees:
-            costs: list[int] = []
-            for width in widths:
-                jobs = self.with_copies(nodes, width)
-                costs.append(-1 if jobs is None else cost_of(jobs))
+            first, least = 0, NEVER
+            while many and first + 1 < len(widths) and self.floor(nodes, widths[first + 1]) >= enough:
+                first += 1
+            costs = [SKIPPED] * first
+            for width in widths[first:]:
+                costs.append(self._cost(nodes, width))
+                if costs[-1] >= 0:
+                    least = min(least, costs[-1] * width)
                 if 0 <= costs[-1] < enough:
                     break
+            for at in reversed(range(first)):
+                costs[at] = self._cost(nodes, widths[at])
+                work = costs[at] * widths[at]
+                if least < NEVER and (work < 0 or 10 * work > 11 * least):
+                    break
+                least = min(least, work) if work >= 0 else least
             rows.append(costs)
         return rows
+
+    def _cost(self, nodes: Sequence[int], width: int) -> int:
+        jobs = self.with_copies(nodes, width)
+        return -1 if jobs is None else cost_of(jobs)
 
     def _copies(self, nodes: Sequence[int], width: int) -> Iterator[int]:
         """Numbers of copies that ranks, limit and leaves allow: powers of two, or what is forced."""

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_augtree.planning.placement import Placement
-from megatron_augtree.planning.plan import Pass
 from megatron_augtree.planning.viewers import Keys, Viewers
 
 
@@ -52,13 +51,6 @@ class RankLoad(NamedTuple):
 
 class PassLoads(Viewers):
     """The loads of a pass on every rank of its block; arguments as for `Viewers`."""
-
-    def as_pass(self, p: Pass) -> PassLoads:
-        """The loads of the same rows moved in another way; what does not depend on that is kept."""
-        other = PassLoads.__new__(PassLoads)
-        other.__dict__ = {name: value for name, value in self.__dict__.items() if name != "ranks"}
-        other.p = p
-        return other
 
     @property
     def crosses(self) -> bool:

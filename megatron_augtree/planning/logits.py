@@ -11,41 +11,52 @@ from dataclasses import replace
 
 from megatron_augtree.planning.candidates import Choice, split_inner
 from megatron_augtree.planning.jobs import Jobs
-from megatron_augtree.planning.offers import Job, Options
+from megatron_augtree.planning.offers import Job, Offer, Options
 
 #: What waves would have to obey.
 _FORCED = ("least", "lane_degree", "pieces", "fused", "phased", "chunks", "gather", "move_q")
 
 
-def in_small_waves(jobs: Jobs, job: Job, launch_ns: int) -> Job | None:
-    """The job in waves that make their logits once, counted rank by rank; None where that is no cheaper.
+class SmallWaves:
+    """Jobs of a batch in such waves.
 
     Args:
         jobs: prices of jobs.
-        job: as it is played so far.
         launch_ns: what the launches of a pass take.
     """
-    inner, leaves = split_inner(jobs.shape, job.nodes)
-    most, width = jobs.prices.model.logit_rows, job.offer.choice.degree
-    scored = sum(jobs.shape.scored[n] for n in leaves) // width
-    if not inner or not 0 < most < scored or not _is_free(jobs.options):
-        return None
-    least, best = -(-scored // most), None
-    saved = jobs.prices.vocabulary.ns(scored)
-    for waves in dict.fromkeys(min(len(leaves), n) for n in (least, least + 1, 2 * least, len(leaves))):
-        if waves < 2 or waves * launch_ns >= saved or waves == job.offer.choice.waves:
-            continue
-        for choice in _phased(job.offer.choice, waves, jobs.prices.cluster.overlap):
-            offer = jobs.settle(job.nodes, choice)
-            if offer.peak <= jobs.room and offer.cost < (best or job.offer).cost:
-                best = offer
-    return None if best is None else replace(job, offer=best)
 
+    def __init__(self, jobs: Jobs, launch_ns: int) -> None:
+        self.jobs, self.launch_ns = jobs, launch_ns
+        self._known: dict[tuple[tuple[int, ...], Choice], Offer | None] = {}
+        # Nothing is forced that waves would have to obey.
+        free = {key: getattr(Options(), key) for key in _FORCED}
+        self._free = jobs.options._replace(**free) == jobs.options
 
-def _is_free(options: Options) -> bool:
-    """Whether nothing is forced that waves would have to obey."""
-    free = options._replace(**{key: getattr(Options(), key) for key in _FORCED})
-    return free == options
+    def of(self, job: Job) -> Job | None:
+        """A job as it is played so far in waves, counted rank by rank; None where that is no cheaper."""
+        key = job.nodes, job.offer.choice
+        if key not in self._known:
+            self._known[key] = self._cheaper(job) if self._free else None
+        offer = self._known[key]
+        return None if offer is None else replace(job, offer=offer)
+
+    def _cheaper(self, job: Job) -> Offer | None:
+        jobs, now = self.jobs, job.offer
+        inner, leaves = split_inner(jobs.shape, job.nodes)
+        most, width = jobs.prices.model.logit_rows, now.choice.degree
+        scored = sum(jobs.shape.scored[n] for n in leaves) // width
+        saved = jobs.prices.vocabulary.ns(scored)
+        if not inner or not 0 < most < scored or 2 * self.launch_ns >= saved:
+            return None
+        least, best = -(-scored // most), None
+        for waves in dict.fromkeys(min(len(leaves), n) for n in (least, least + 1, 2 * least, len(leaves))):
+            if waves < 2 or waves * self.launch_ns >= saved or waves == now.choice.waves:
+                continue
+            for choice in _phased(now.choice, waves, jobs.prices.cluster.overlap):
+                offer = jobs.settle(job.nodes, choice)
+                if offer.peak <= jobs.room and offer.cost < (best or now).cost:
+                    best = offer
+        return best
 
 
 def _phased(choice: Choice, waves: int, overlap: bool) -> Iterator[Choice]:

@@ -11,6 +11,9 @@ from megatron_augtree.planning.candidates import Choice
 #: Stands for a piece a remote rank: ``move_kv``, the direct ring.
 EVERY_RANK = 0
 
+#: A cost that nothing comes near to; and of what was not looked at.
+NEVER, SKIPPED = 1 << 61, -2
+
 
 class Options(NamedTuple):
     """What is tried; a forced key leaves one value.

@@ -23,8 +23,8 @@ from megatron_augtree.planning.candidates import cut_pool
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.joint import schedule
 from megatron_augtree.planning.least import Least
-from megatron_augtree.planning.logits import in_small_waves
-from megatron_augtree.planning.offers import Job, Offer, cost_of
+from megatron_augtree.planning.logits import SmallWaves
+from megatron_augtree.planning.offers import NEVER, SKIPPED, Job, Offer, cost_of
 from megatron_augtree.planning.sharing import merged, searched
 from megatron_augtree.planning.tree import ForestShape
 
@@ -37,9 +37,6 @@ _FEW_ROWS = 16
 
 #: So many trees tell what all cost on a degree.
 _SAMPLE = 16
-
-#: An estimate that no seating comes near to.
-NEVER = 1 << 61
 
 
 class Pool:
@@ -84,7 +81,7 @@ class Pool:
     def _with_small_waves(self, made: Arrangement) -> Iterator[Arrangement]:
         placed = []
         for x in made.placed:
-            job = in_small_waves(self.jobs, x.job, self.launch_ns)
+            job = self._small_waves.of(x.job)
             placed.append(x if job is None else Placed(job, x.start))
         if any(new is not old for new, old in zip(placed, made.placed)):
             yield arrange(f"{made.name}, logits once", placed, self.world, self.stages)
@@ -206,14 +203,12 @@ class Pool:
         if len(self.trees) == 1:
             return self._alone(widths)
         # Where many trees share the pool, none of those that end soon needs a wide block.
-        enough = self._floor // (8 if len(self.trees) >= _MANY_TREES else 64)
-        table = self.jobs.table(self.trees, widths, enough)
-        for tree, row in enumerate(table):
-            for width, cost in zip(widths, row):
-                self.costs.setdefault((tree, width), cost)
+        many = len(self.trees) >= _MANY_TREES
+        table = self.jobs.table(self.trees, widths, self._floor // (8 if many else 64), many)
+        known = {(t, w): x for t, row in enumerate(table) for w, x in zip(widths, row) if x != SKIPPED}
+        self.costs = known | self.costs
         while True:
-            times = [[self.costs[tree, w] for w in widths[: len(row)]] for tree, row in enumerate(table)]
-            times = [row + [-1] * (len(widths) - len(row)) for row in times]
+            times = [[self.costs[t, w] if (t, w) in known else -1 for w in widths] for t in self._numbers]
             if any(max(row) < 0 for row in times):
                 return None
             unit = widths[0]
@@ -236,8 +231,7 @@ class Pool:
     def cost(self, tree: int, width: int) -> int:
         """What a tree costs on a block, estimated once; -1 where nothing fits."""
         if (tree, width) not in self.costs:
-            jobs = self.jobs.with_copies(self.trees[tree], width)
-            self.costs[tree, width] = -1 if jobs is None else cost_of(jobs)
+            ((self.costs[tree, width],),) = self.jobs.table((self.trees[tree],), (width,), 0, False)
         return self.costs[tree, width]
 
     @property
@@ -374,6 +368,10 @@ class Pool:
     @cached_property
     def _least(self) -> Least:
         return Least(self.shape, self.jobs.prices, self.jobs.options)
+
+    @cached_property
+    def _small_waves(self) -> SmallWaves:
+        return SmallWaves(self.jobs, self.launch_ns)
 
     @cached_property
     def launch_ns(self) -> int:

@@ -77,18 +77,37 @@ class Priced:
         """The choice with the recompute pairs that fit; of a phased one, what the waves keep first, or the
         spine first."""
         jobs = self.jobs
-        kept = self.spine[0].demand()
         if self.fused:
-            pair = jobs.pair(kept, jobs.room) or Pair(0, 0)
+            pair = jobs.pair(self.spine[0].demand(), jobs.room) or Pair(0, 0)
             said = jobs.said(pair)
             made = replace(self.choice, keep_layers=said.whole, keep_attention=said.attention)
             return [jobs.offer([self.spine[0].time(pair)], self.spine[0].peak(pair), made)]
+        return [self._phased_offer(*pairs) for pairs in self._pairs(*self._demands())]
+
+    @property
+    def spine_is_heavy(self) -> bool:
+        """Whether the prompt's passes ask for more memory while they run than the waves ever do: if not, more
+        and smaller ones cannot make a pair fit, or a plan leaner."""
+        kept, turn = self._demands()
+        least = min(turn.peak(Pair(0, 0)), turn.peak(Pair(turn.layers, 0)))
+        return kept.work_again > least
+
+    @property
+    def shows_traffic(self) -> bool:
+        """Whether traffic shows: otherwise further ways to move the same rows only cost more. Queries have
+        one way."""
+        waves = [] if self.choice.primitive == "move_q" else self.replays
+        return not all(price.hidden for price in [*self.spine, *waves])
+
+    def _demands(self) -> tuple[Demand, Demand]:
+        """The spine's, together, and the waves', in turn."""
+        kept = self.spine[0].demand()
         for price in self.spine[1:]:
             kept = kept.together(price.demand())
         turn = self.replays[0].demand()
         for price in self.replays[1:]:
             turn = turn.in_turn(price.demand())
-        return [self._phased_offer(*pairs) for pairs in self._pairs(kept, turn)]
+        return kept, turn
 
     def _phased_offer(self, spine: Pair, wave: Pair) -> Offer:
         jobs = self.jobs

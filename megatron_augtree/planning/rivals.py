@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
+from megatron_augtree.planning.arrangement import busy_ranks
 from megatron_augtree.planning.assign import longest_first
 from megatron_augtree.planning.baselines import (
     BASELINES,
@@ -25,8 +27,9 @@ from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
 from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.least import RowBytes, row_bytes
+from megatron_augtree.planning.offers import NEVER
 from megatron_augtree.planning.plan import Event
-from megatron_augtree.planning.pool import NEVER, Pool
+from megatron_augtree.planning.pool import Pool
 from megatron_augtree.planning.recipe import Decision, Recipe
 from megatron_augtree.planning.sharing import FEW_NODES
 
@@ -35,6 +38,16 @@ RIVALS = tuple(mode for mode in BASELINES if mode not in UNSHARED)
 
 #: Modes that play a prompt first -> whether all its responses follow in one pass.
 _WAVES = {"ring-reuse-two-pass": True, "ring-reuse-per-response": False, "dcp-phased": True}
+
+
+class _Sizes(NamedTuple):
+    """Some nodes: how many inner ones; rows of these, of leaves, of the longest leaf and sequence."""
+
+    inner: int
+    spine: int
+    tail: int
+    leaf: int
+    longest: int
 
 
 class Rivals:
@@ -55,6 +68,7 @@ class Rivals:
         # fused pass does so twice.
         vocabulary = pool.jobs.prices.vocabulary
         self._once: dict[str, list[int]] = {}
+        self._bytes: dict[str, list[int]] = {}
         self._twice = [vocabulary.ns(sum(shape.scored[n] for n in nodes)) for nodes in pool.trees]
 
     def faster_than(self, time_ns: int | None) -> Iterator[Decision]:
@@ -101,22 +115,35 @@ class Rivals:
 
     def _all_fit(self, mode: str, widths: Sequence[int]) -> bool:
         room = self.pool.jobs.room
-        return all(self._least_bytes(mode, t) <= room * width for t, width in zip(self.pool.trees, widths))
+        if mode not in self._bytes:
+            self._bytes[mode] = [self._bytes_of(mode, rows) for rows in self._sizes]
+        return all(least <= room * width for least, width in zip(self._bytes[mode], widths))
+
+    @cached_property
+    def _sizes(self) -> list[_Sizes]:
+        """[tree] its rows."""
+        return [self._rows_of(nodes) for nodes in self.pool.trees]
+
+    def _rows_of(self, nodes: Sequence[int]) -> _Sizes:
+        shape = self.pool.shape
+        inner, leaves = split_inner(shape, nodes)
+        tail = [shape.rows[n] for n in leaves]
+        longest = max(shape.starts[n] + rows for n, rows in zip(leaves, tail))
+        return _Sizes(len(inner), sum(shape.rows[n] for n in inner), sum(tail), max(tail), longest)
 
     def _least_bytes(self, mode: str, nodes: Sequence[int]) -> int:
         """Bytes that some nodes take on all ranks of their block at the least, a job of theirs at a time."""
-        shape = self.pool.shape
-        inner, leaves = split_inner(shape, nodes)
-        spine, tail = (sum(shape.rows[n] for n in part) for part in (inner, leaves))
+        return self._bytes_of(mode, self._rows_of(nodes))
+
+    def _bytes_of(self, mode: str, of: _Sizes) -> int:
         row = self._row
-        whole = (spine + tail) * row.alone
         if mode == "paper":  # rounds may be as small as a response; the plain ring plays one after the other
-            alone = max(shape.starts[n] + shape.rows[n] for n in leaves) * row.alone
-            whole = min(alone, spine * (row.kept + row.state)) if inner else alone
-        elif inner and mode in _WAVES:
-            wave = tail if _WAVES[mode] else max(shape.rows[n] for n in leaves)
-            whole = spine * (row.kept + row.state) + wave * row.alone
-        return whole
+            alone = of.longest * row.alone
+            return min(alone, of.spine * (row.kept + row.state)) if of.inner else alone
+        if of.inner and mode in _WAVES:
+            wave = of.tail if _WAVES[mode] else of.leaf
+            return of.spine * (row.kept + row.state) + wave * row.alone
+        return (of.spine + of.tail) * row.alone
 
     @cached_property
     def _row(self) -> RowBytes:
@@ -226,11 +253,9 @@ class Rivals:
         if not self._all_fit(mode, [width for _, _, width in sorted(seats)]):
             return True
         while True:
-            busy = [0] * self.pool.world
-            for tree, start, width in seats:
-                cost = self._floor(tree, width)
-                for rank in range(start, start + width):
-                    busy[rank] += cost
+            busy = busy_ranks(
+                ((start, width, self._floor(tree, width)) for tree, start, width in seats), self.pool.world
+            )
             last = busy.index(max(busy))
             if busy[last] >= time_ns:
                 return True

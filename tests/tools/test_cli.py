@@ -144,6 +144,14 @@ def test_modes_to_compare_with_can_be_chosen(capsys):
     assert list(data["seconds_by_part"]) == ["the plan", "ring-reuse"] and len(data["candidates"]) == 1
 
 
+def test_peers_that_do_not_fit_are_told_so(capsys):
+    tight = f"explain {STEP} --against ring-reuse --memory-budget-gib"
+    peak = answer(capsys, f"plan {STEP} --mode ring-reuse")["peak_bytes"] / 2**30
+    assert f"against ring-reuse, over the budget with {peak:.2f} GiB: " in answer(
+        capsys, f"{tight} {peak * 0.999}")["why"]
+    assert "against ring-reuse: " in answer(capsys, f"{tight} {peak * 1.001}")["why"]
+
+
 def test_one_rank_moves_nothing_and_two_of_one_tree_wait(capsys):
     line = f"--group 40:30 {MACHINE}".replace("--ranks 2", "--ranks 1")
     alone = answer(capsys, f"explain {line}")["seconds_by_part"]["the plan"]
@@ -259,6 +267,7 @@ def test_estimate_finds_the_smallest_degree(capsys):
     text = call(capsys, f"{line} --memory-budget-gib 15")
     assert "with full recompute it fits on 1 rank" in text and " fits" in text
     assert "on none of these" in call(capsys, f"{line} --memory-budget-gib 0.6")
+    assert set(answer(capsys, f"{line} --memory-budget-gib 1e300")["smallest_degree"].values()) == {1}
 
 
 def test_memory_of_an_estimate_is_the_planners(capsys):

@@ -45,7 +45,8 @@ def everything(case: Case, room: int, *, settled: bool = True) -> list:
     jobs, trees = case.jobs(room), [case.shape.subtree(root) for root in case.shape.roots]
     parts = [copies_of(case.shape, nodes, 2, case.unit)[0] for nodes in trees]
     widths, every = [1 << i for i in range(case.width.bit_length())], range(len(case.shape.rows))
-    said: list = [jobs.table(trees, widths, floor) for floor in (0, jobs.ideal(every, case.width))]
+    share = jobs.ideal(every, case.width)
+    said: list = [jobs.table(trees, widths, *x) for x in ((0, False), (share, False), (share, True))]
     for nodes in [*trees, *parts, every]:
         estimate, copied = jobs.estimate(nodes, case.width), jobs.with_copies(nodes, case.width)
         said += [estimate, copied]

@@ -114,8 +114,7 @@ class TestCopied:
     def test_times_are_those_of_the_pass(self):
         """Of one rank: what a pair takes, fixed costs aside, but for rounding."""
         prices = Prices(replace(SMALL, layers=6), replace(preset("h100"), host_bytes_s=10**8))
-        loads = one_pass_loads()
-        price_ = PassPrice(prices, loads.as_pass(replace(loads.p, offload=True)), provides=True)
+        price_ = PassPrice(prices, one_pass_loads(offload=True), provides=True)
         copied, fixed = price_.copied(), prices.cluster.pass_ns
         for pair in (Pair(0, 0), Pair(0, 6), Pair(6, 0), Pair(2, 3)):
             moved = copied.fixed + pair.whole * copied.whole + pair.attention * copied.attention
@@ -174,7 +173,7 @@ def test_what_rests_in_host_memory_takes_time_and_no_room():
     loads, layers = one_pass_loads(), SMALL.layers
     slow = Prices(SMALL, replace(preset("h100"), host_bytes_s=10**6))
     here = PassPrice(slow, loads, provides=True)
-    away = PassPrice(slow, loads.as_pass(replace(loads.p, offload=True)), provides=True)
+    away = PassPrice(slow, one_pass_loads(offload=True), provides=True)
     assert here.offloads is False and away.offloads is True
     pair = Pair(layers, 0)
     state = layers * (loads.ranks[0].rows * SMALL.kv_bytes * 2)  # keys and values, and their gradients
@@ -183,10 +182,10 @@ def test_what_rests_in_host_memory_takes_time_and_no_room():
     moved = slow.host.ns(resting) + slow.cluster.pass_ns
     assert away.time(pair) == (moved, moved) and sum(away.time(pair)) > sum(here.time(pair))
     shared = Prices(SMALL, preset("cpu"))  # host memory is the device's own: nothing is gained
-    stays = PassPrice(shared, loads.as_pass(replace(loads.p, offload=True)), provides=True)
+    stays = PassPrice(shared, one_pass_loads(offload=True), provides=True)
     assert stays.offloads is False
 
 
-def one_pass_loads() -> PassLoads:
+def one_pass_loads(**how) -> PassLoads:
     (p,) = build(Choice(degree=1), from_lengths(400, [30, 70]), 1, 100).passes
-    return PassLoads(from_lengths(400, [30, 70]), p, [], 8)
+    return PassLoads(from_lengths(400, [30, 70]), replace(p, **how), [], 8)

@@ -121,8 +121,8 @@ def _one_more(values: list, join, parts: list[int], *, leave: bool = False) -> t
 def paper(step: Step) -> Iterator[Recipes]:
     """By the score first; then each tree's cheapest; then every configuration for all trees that have it."""
     trees = [_Tree(step, nodes) for nodes in step.trees]
+    yield _dealt(step, trees, [tree.by_score() for tree in trees], "by score")
     known = [tree.feasible() for tree in trees]
-    yield _dealt(step, trees, [tree.best(found) for tree, found in zip(trees, known)], "by score")
     if step.costs.price is not None:
         chosen = [min(found, key=tree.time) for tree, found in zip(trees, known)]
         yield _dealt(step, trees, chosen, "by price")
@@ -166,14 +166,17 @@ class _Tree:
     def feasible(self) -> list[Configuration]:
         """Those that fit in memory; all where none does."""
         found = list(self.configurations())
-        if self.step.costs.price is None or not self.step.costs.budget_bytes:
-            return found
-        return [c for c in found if not self.time(c)[0]] or found
+        return [c for c in found if self._fits(c)] or found
 
-    def best(self, found: Sequence[Configuration]) -> Configuration:
-        """The one with the best score; ties go to the earlier."""
+    def by_score(self) -> Configuration:
+        """Of those the best by score, found without a price of the others; ties go to the earlier."""
         score = _Score(self.step, self.shape, self.inner, self.leaves)
-        return min(found, key=score.of)
+        found = sorted(self.configurations(), key=score.of)
+        return next(filter(self._fits, found), found[0])
+
+    def _fits(self, configuration: Configuration) -> bool:
+        costs = self.step.costs
+        return costs.price is None or not costs.budget_bytes or not self.time(configuration)[0]
 
     def time(self, configuration: Configuration) -> tuple[bool, int]:
         """(does not fit, time) on a block of its own."""

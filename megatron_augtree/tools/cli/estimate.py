@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 
 from megatron_augtree.config import AugTreeConfig
-from megatron_augtree.planning.cluster import GIB, Cluster, cluster_of
+from megatron_augtree.planning.cluster import Cluster, cluster_of
 from megatron_augtree.planning.cost import PassPrice, Prices
 from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.recipe import Recipe, plan_of
+from megatron_augtree.planning.search import budget_of
 from megatron_augtree.planning.tree import ForestShape
 from megatron_augtree.tools.cli import options
 from megatron_augtree.tools.cli.output import Answer, Table, gib, ratio, several
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> Answer:
     """The command."""
     step, model, cluster = options.step_of(args), options.model_of(args), cluster_of(args.cluster)
     config = AugTreeConfig(memory_budget_gib=args.memory_budget_gib)
-    budget = int(config.memory_budget_gib * GIB) or cluster.memory_bytes
+    budget = budget_of(config, cluster)
     data = savings(step, model)
     data["budget_bytes"] = budget
     shape = step.merged.shape

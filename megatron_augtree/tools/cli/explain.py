@@ -9,6 +9,7 @@ from functools import partial
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import Considered
+from megatron_augtree.planning.search import budget_of
 from megatron_augtree.planning.timeline import Bar, timeline
 from megatron_augtree.tools.cli import options
 from megatron_augtree.tools.cli.choose import Chosen, alternatives, choose
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace) -> Answer:
     ask = {"prices": chosen.prices, "lock_step": chosen.config.lock_step}
     parts = {name: parts_of(plan, **ask) for name, plan in plans.items() if plan.passes}
     data = summary(chosen) | {"candidates": candidates, "seconds_by_part": parts}
-    data["why"] = why(chosen, parts)
+    budget = budget_of(chosen.config, chosen.prices.cluster)
+    over = {name: plan.peak_bytes for name, plan in plans.items() if plan.peak_bytes > budget}
+    data["why"] = why(chosen, parts, over)
     return Answer(data, [data["why"], _candidates(candidates, args.top), _parts_table(parts)])
 
 
@@ -89,16 +92,24 @@ def _busiest(bars: list[Bar], world: int) -> float:
     return max(busy)
 
 
-def why(chosen: Chosen, parts: dict[str, dict[str, float]]) -> str:
-    """The reason, in sentences."""
+def why(chosen: Chosen, parts: dict[str, dict[str, float]], over: dict[str, int]) -> str:
+    """The reason, in sentences.
+
+    Args:
+        chosen: the plan.
+        parts: name of a plan -> its `parts_of`.
+        over: names of those that do not fit -> their peak, bytes.
+    """
     if not parts:
         return "nothing to compute"
     mine, alike = parts["the plan"], {}
     for name, theirs in parts.items():
         if name != "the plan":
-            alike.setdefault(tuple(theirs.values()), []).append(name)
+            needs = f", over the budget with {gib(over[name])}" if name in over else ""
+            alike.setdefault((*theirs.values(), needs), []).append(name)
     differences = [
-        f"against {', '.join(names)}: {_difference(mine, parts[names[0]])}" for names in alike.values()
+        f"against {', '.join(names)}{needs}: {_difference(mine, parts[names[0]])}"
+        for (*_, needs), names in alike.items()
     ]
     return "\n".join([_against_candidates(chosen), *differences])
 
