@@ -89,8 +89,11 @@ class Rivals:
 
     @cached_property
     def _small(self) -> bool:
-        """Whether pricing peers costs no more than ruling them out."""
-        return 1 < len(self.rows) and len(self.pool.shape.rows) <= FEW_NODES and self.pool.world <= 64
+        """Whether pricing peers costs no more than ruling them out; a prompt and its responses needs less."""
+        shape = self.pool.shape
+        nested = any(parent >= 0 and shape.children[node] for node, parent in enumerate(shape.parents))
+        few = len(shape.rows) <= FEW_NODES and self.pool.world <= 64
+        return few and (len(self.rows) > 1 or nested)
 
     def _at(self, mode: str, degree: int) -> Iterator[Decision]:
         """A peer's plans of a degree: all seatings of one in which a tree is one job, or what it runs."""

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_augtree.config import AugTreeConfig
 from megatron_augtree.planning import native
 from megatron_augtree.planning.baselines import BASELINES, FREE
-from megatron_augtree.planning.planner import price
+from megatron_augtree.planning.planner import configured, make_plan, price
+from megatron_augtree.planning.tree import ForestShape
+from megatron_augtree.tools.models import model_shape
 
 #: Python alone takes seconds a batch; tests/unit/test_jobs.py compares it with the core.
 BATCHES = 200 if native.core() is not None else 10
@@ -88,3 +91,28 @@ def test_the_script_writes_its_figures_and_fails_where_a_peer_is_faster(
     figures = json.loads(path.read_text())
     assert figures["violations"] == 2 == len({line["seed"] for line in figures["faster"]})
     assert figures["worst"] > 1
+
+
+#: Nested trees (parents, rows, scored, ends), ranks of a pool: found by a fuzz, where dcp-fused was faster.
+NESTED = [
+    (((-1, 0, 0, 2, 2, 4, 4), (2, 4, 1, 9, 13, 3, 1), (0, 4, 1, 9, 0, 3, 1), (0, 1, 1, 1, 1, 2, 1)), 32),
+    (
+        (
+            (-1, 0, 0, 0, 0, 4, 4, 0, 7, 0, 9, 10, 0, 0),
+            (109, 7, 56, 13, 39, 59, 13, 39, 27, 13, 13, 156, 43, 46),
+            (0, 3, 56, 13, 39, 59, 13, 39, 27, 13, 13, 156, 22, 46),
+            (1, 1, 1, 1, 0, 1, 1, 1, 2, 1, 1, 1, 2, 1),
+        ),
+        16,
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, world", NESTED)
+@pytest.mark.parametrize("mode", ["dcp-fused", "dcp-phased", "gather-reuse", "dynamic-reuse", "paper"])
+def test_no_peer_is_faster_on_one_nested_tree(fields, world, mode):
+    shape, config = ForestShape(*fields), AugTreeConfig(cluster="cpu")
+    model = configured(model_shape("qwen2.5-7b"), config)
+    chosen = make_plan(shape, model, world, config, tree_groups=(0,))
+    peer = make_plan(shape, model, world, replace(config, mode=mode), tree_groups=(0,), own=True)
+    assert chosen.seconds <= peer.seconds
