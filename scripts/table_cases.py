@@ -214,7 +214,7 @@ def print_ratios(of: dict[str, dict[str, Sequence[float]]], title: str) -> None:
     """Means, medians and ranges.
 
     Args:
-        of: other -> column -> [case] its time over ours.
+        of: other -> column -> [case] its time over ours; none where nothing was simulated.
         title: of the table.
     """
     names = ("mean", "median", "range", "ties", "ours slower")
@@ -222,6 +222,9 @@ def print_ratios(of: dict[str, dict[str, Sequence[float]]], title: str) -> None:
     for other, columns in of.items():
         line = [other]
         for values in columns.values():
+            if not values:
+                line += ["-"] * len(names)
+                continue
             r = Ratios.of(values)
             line += [f"{r.mean:.2f}", f"{r.median:.2f}", f"{r.least:.2f}..{r.most:.2f}", f"{r.ties}",
                      f"{r.slower} of {r.cases}"]  # fmt: skip

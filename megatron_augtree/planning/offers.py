@@ -22,7 +22,7 @@ class Options(NamedTuple):
         least: fewest ranks of a block: a primitive that moves something needs two.
         limit: most ranks of a block, 0 for any number; on more, a tree is played in parts.
         lane_degree: 0 tries all wide, whole and mixtures.
-        pieces: numbers of pieces of a gather; see `EVERY_RANK`.
+        pieces: numbers of pieces of a gather, fewest (the least work) first; `EVERY_RANK` last.
         fused: whether fused passes are tried.
         phased: whether phased plans are: 0 never, 1 where memory or a pipeline asks for them, 2 always.
         chunks, waves: numbers of passes of a phased plan.

@@ -100,6 +100,12 @@ def test_ratios_count_ties_and_losses(cases):
     assert found.mean == pytest.approx(1.225225) and found.least == 0.9
 
 
+def test_what_was_never_simulated_has_no_ratios(cases, capsys):
+    cases.print_ratios({"ring": {"priced": [2.0, 4.0], "simulated": []}}, "some title")
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split("|")[2].strip() == "3.00" and line.count(" - ") == 5
+
+
 def test_a_missed_bar_is_kept_and_fails(cases, capsys, tmp_path):
     bars = cases.Bars()
     assert bars.least("good", 2.0, 1.0) and not bars.most("bad", 2.0, 1.0)

@@ -86,7 +86,7 @@ def options() -> st.SearchStrategy[Options]:
         least=often(1, 2),
         limit=often(0, 1, 2, 3),
         lane_degree=often(0, 1, 2),
-        pieces=often(Options().pieces, (2,), (0,), (3, 1)),
+        pieces=often(Options().pieces, (2,), (0,), (1, 3)),
         phased=often(1, 0, 2),
         chunks=often(Options().chunks, (3,)),
         waves=often(Options().waves, (1,), (3, 9)),
