@@ -162,7 +162,7 @@ private:
 
     i64 least_cost(const PassPrice& price) const {
         const i64 least = price.least_time();
-        return jobs_.cost(least, least);
+        return jobs_.cost(least, price.least_slot(least));
     }
 
     bool all_hides(Choice choice, const TypicalRows& rows) {

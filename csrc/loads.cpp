@@ -164,16 +164,22 @@ void PassRows::basic() {
             i64 seen = 0;
             for (int a : f_.ancestors[node]) seen += mine[a - lowest_] + held[a - lowest_];
             x.early += rows * seen;
-            if (f_.inner[node]) x.early += rows * (rows + 1) / 2 + rows * held[node - lowest_];
-            const bool cut = own->partly && holders[own->index] > 1;
-            x.tiles_a_source += cut;
-            x.merged_a_source += cut ? rows : 0;
+            (f_.inner[node] ? x.early : x.leaves_early) += rows * (rows + 1) / 2;
+            if (f_.inner[node]) x.early += rows * held[node - lowest_];
+            if (holders[own->index] == world_) {
+                x.cuts += world_ > 1;
+                x.cut_rows += world_ > 1 ? rows : 0;
+            } else if (holders[own->index] > 1) {
+                x.lane_cuts += 1;
+                x.lane_cut_rows += rows;
+                x.lane = std::max(x.lane, holders[own->index]);
+            }
         }
         const i64 shared_nodes = std::min<i64>(static_cast<i64>(whole_at_[rank + 1] - whole_at_[rank]), 2);
         x.tiles = (end - first) + shared_nodes;
-        x.tiles_a_source += shared_nodes;
+        x.tiles_a_landing = shared_nodes;
         x.merged = x.rows + below;
-        x.merged_a_source += below;
+        x.merged_a_landing = below;
         for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = 0;
         for (const Placement* state : states_) {
             for (const Span& s : (*state)[rank]) held[s.node - lowest_] = 0;
@@ -309,19 +315,39 @@ void PassRows::sent(std::vector<RankLoad>& out, const std::vector<const Placemen
     }
 }
 
+i64 landings(const PassSpec& p, i64 width, i64 most, i64 least, i64 machine_nodes, bool crosses) {
+    if (p.primitive == MOVE_Q) return 1;
+    if (p.primitive == RING || p.primitive == MOVE_KV) return width - 1;
+    if (!crosses) return std::min(p.pieces, width - 1);
+    const i64 far = (machine_nodes - 1) * ((most + least - 1) / least);
+    return std::max(std::min(p.pieces, most - 1), std::min(p.pieces, far) + 1);
+}
+
+i64 cut_tiles(i64 landings, i64 ranks, bool crosses) {
+    const i64 own = std::min(landings, ranks - 1);
+    return crosses ? 2 * landings : own + (own < ranks - 1);
+}
+
+i64 PassRows::landings_of(const PassSpec& p, bool crosses) const {
+    i64 most = 0, least = world_;
+    for (const Machine& m : machines_) {
+        most = std::max<i64>(most, m.end - m.first);
+        least = std::min<i64>(least, m.end - m.first);
+    }
+    return landings(p, world_, most, least, machine_nodes_, crosses);
+}
+
 Loads PassRows::loads(const PassSpec& p) {
     Loads found;
     const i64 remote = world_ - 1;
     const bool crosses = p.node_ranks && machine_nodes_ > 1 && p.primitive == GATHER_KV;
     found.ranks = basic_;
+    const i64 landings = landings_of(p, crosses);
     if (p.primitive == MOVE_Q) {
-        found.sources = 1;
         move_q(found.ranks);
     } else if (p.primitive == RING) {
-        found.sources = remote;
         ring(found.ranks);
     } else {
-        found.sources = p.primitive == MOVE_KV ? remote : std::min(p.pieces, remote);
         if (!direct_) {
             direct_ = basic_;
             gather(*direct_, true);
@@ -329,17 +355,15 @@ Loads PassRows::loads(const PassSpec& p) {
         found.ranks = *direct_;
         if (crosses) handed_on(found.ranks);
     }
+    const i64 cut = cut_tiles(landings, world_, crosses);
     bool moves = false;
     for (RankLoad& x : found.ranks) {
-        x.tiles += x.tiles_a_source * found.sources;
-        x.merged += x.merged_a_source * found.sources;
+        x.tiles += x.tiles_a_landing * landings + x.cuts * cut + x.lane_cuts * cut_tiles(landings, x.lane, false);
+        x.merged += (x.merged_a_landing + x.cut_rows) * landings + x.lane_cut_rows * std::min(landings, x.lane - 1);
+        x.early += p.primitive == MOVE_Q ? 0 : x.leaves_early;
         moves = moves || x.messages;
     }
-    if (remote && moves) {
-        found.stages = remote;
-        if (p.primitive == MOVE_Q) found.stages = 2;
-        if (p.primitive == GATHER_KV || p.primitive == LOCAL) found.stages = std::min(p.pieces, remote) + crosses;
-    }
+    if (remote && moves) found.stages = p.primitive == MOVE_Q ? 2 : landings;
     return found;
 }
 

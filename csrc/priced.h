@@ -27,8 +27,8 @@ struct Group {
             demand = i == 0 ? one : in_turn ? demand.in_turn(one) : demand.together(one);
             const i64 least = prices[i].least_time();
             time += least;
+            longest = std::max(longest, prices[i].least_slot(least));
             bare += prices[i].bare_time();
-            longest = std::max(longest, least);
             hidden = hidden && prices[i].hidden();
         }
     }
@@ -80,7 +80,8 @@ inline Offer fused_offer(const Jobs& jobs, const Choice& choice, const PassPrice
     made.keep_layers = jobs.said(pair).whole;
     made.keep_attention = jobs.said(pair).attention;
     const auto [forward, backward] = price.time(pair);
-    return jobs.offer(forward + backward, forward + backward, price.peak(pair), made);
+    const i64 time = forward + backward;
+    return jobs.offer(time, price.slot(pair, time), price.peak(pair), made);
 }
 
 // What a phased choice offers.
@@ -148,7 +149,7 @@ private:
             for (const PassPrice& price : group->prices) {
                 const auto [forward, backward] = price.time(pair);
                 time += forward + backward;
-                longest = std::max(longest, forward + backward);
+                longest = std::max(longest, price.slot(pair, forward + backward));
             }
         }
         return jobs_.offer(time, longest, peak(own, wave), made);

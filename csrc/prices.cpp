@@ -185,12 +185,12 @@ bool PassPrice::hidden() const {
     return std::none_of(lines.begin(), lines.end(), [](const Line& x) { return x.exposed; });
 }
 
-i64 PassPrice::least_time() const {
+i64 PassPrice::least_time(bool vocabulary) const {
     const i64 layers = (c_->layers + c_->stages - 1) / c_->stages;
     i64 forward = 0, backward = 0;
     for (const Line& x : lines) {
-        forward = std::max(forward, layers * x.forward + x.vocabulary);
-        backward = std::max(backward, layers * x.backward + x.vocabulary_back);
+        forward = std::max(forward, layers * x.forward + (vocabulary ? x.vocabulary : 0));
+        backward = std::max(backward, layers * x.backward + (vocabulary ? x.vocabulary_back : 0));
     }
     return forward + backward + 2 * c_->pass_ns;
 }
@@ -201,7 +201,12 @@ i64 PassPrice::bare_time() const {
     return least_time() - (c_->layers + c_->stages - 1) / c_->stages * shown;
 }
 
-std::pair<i64, i64> PassPrice::time(Pair pair) const {
+i64 PassPrice::slot(Pair pair) const {
+    const auto [forward, backward] = time(pair, false);
+    return forward + backward;
+}
+
+std::pair<i64, i64> PassPrice::time(Pair pair, bool vocabulary) const {
     const i64 stages = c_->stages;
     const auto share = [&](i64 n) { return stages == 1 ? n : (n + stages - 1) / stages; };
     const i64 layers = share(c_->layers), repeated = share(c_->layers - pair.whole);
@@ -209,9 +214,9 @@ std::pair<i64, i64> PassPrice::time(Pair pair) const {
     const i64 again = repeated - attention;
     i64 forward = 0, backward = 0, rested = 0;
     for (const Line& x : lines) {
-        forward = std::max(forward, layers * x.forward + x.vocabulary);
+        forward = std::max(forward, layers * x.forward + (vocabulary ? x.vocabulary : 0));
         backward = std::max(
-            backward, layers * x.backward + x.vocabulary_back + again * x.again + attention * x.again_rest);
+            backward, layers * x.backward + (vocabulary ? x.vocabulary_back : 0) + again * x.again + attention * x.again_rest);
         rested = std::max(rested, resting(x, pair));
     }
     if (offloads_) {

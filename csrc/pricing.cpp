@@ -143,7 +143,7 @@ std::pair<i64, i64> price(const Jobs& jobs, const Table& table, const Table& lis
         const PassPrice priced(c, loads.ranks.data(), loads.ranks.size(), loads.stages, p, provides[i]);
         const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
         times[i] = priced.time(pair);
-        slot = std::max(slot, times[i].first + times[i].second);
+        slot = std::max(slot, priced.slot(pair, times[i].first + times[i].second));
         for (const Line& x : priced.lines) {
             kept[i].push_back(priced.kept(x, pair));
             work[i].push_back(priced.work(x, pair));

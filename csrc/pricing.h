@@ -56,14 +56,16 @@ struct PassSpec {
 struct RankLoad {
     i64 rows = 0, scored = 0, pairs = 0, visiting = 0, early = 0;
     i64 diagonal = 0, triangle = 0;              // masked pairs and all pairs of its causal tiles
-    i64 tiles = 0, tiles_a_source = 0, merged = 0, merged_a_source = 0;
+    i64 leaves_early = 0;                        // early, too, unless queries travel
+    i64 tiles = 0, tiles_a_landing = 0, merged = 0, merged_a_landing = 0;
+    i64 cuts = 0, cut_rows = 0, lane_cuts = 0, lane_cut_rows = 0, lane = 1;  // nodes cut over all ranks, or `lane`
     i64 kv_in = 0, kv_out = 0, kv_far_in = 0, kv_far_out = 0, q_in = 0, q_out = 0, q_far_in = 0, q_far_out = 0;
     i64 messages = 0;
 };
 
 struct Loads {
     std::vector<RankLoad> ranks;
-    i64 sources = 0, stages = 0;
+    i64 stages = 0;
 };
 
 struct Pair {
@@ -113,9 +115,14 @@ private:
 class PassPrice {
 public:
     PassPrice(const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p, bool provides);
-    std::pair<i64, i64> time(Pair pair) const;
+    std::pair<i64, i64> time(Pair pair, bool vocabulary = true) const;
+    // Forward and backward without the vocabulary.
+    i64 slot(Pair pair) const;
+    // What filling and draining a pipeline waits for; `time`: forward and backward of the pair.
+    i64 slot(Pair pair, i64 time) const { return c_->stages == 1 ? time : slot(pair); }
     // With nothing recomputed, and nothing waiting for the host: no pair takes less.
-    i64 least_time() const;
+    i64 least_time(bool vocabulary = true) const;
+    i64 least_slot(i64 time) const { return c_->stages == 1 ? time : least_time(false); }
     // Without the traffic that nothing hides.
     i64 bare_time() const;
     bool hidden() const;
@@ -160,6 +167,11 @@ private:
     std::vector<int> heap_;
 };
 
+// Tiles of a rank's rows of a node that is cut over some ranks, with the others' rows of it.
+i64 cut_tiles(i64 landings, i64 ranks, bool crosses);
+// Stages in which keys land. `most`, `least`: ranks of the block on one node of the machine.
+i64 landings(const PassSpec& p, i64 width, i64 most, i64 least, i64 machine_nodes, bool crosses);
+
 // Loads of a pass; `start` is the pool rank that its block begins with. The placements stay where they are.
 class PassRows {
 public:
@@ -203,6 +215,7 @@ private:
     void move_q(std::vector<RankLoad>& out);
     Viewers viewers(const Span& s) const;
     i64 of_machine(const std::uint64_t* mask, const Machine& m) const;
+    i64 landings_of(const PassSpec& p, bool crosses) const;
 
     const Forest& f_;
     const Constants& c_;

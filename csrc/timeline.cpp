@@ -17,7 +17,7 @@ using Table = py::array_t<i64, py::array::c_style | py::array::forcecast>;
 // A pass's numbers, in the order of `FastJobs.rank_times` in planning/fast.py.
 enum Field { START, RANKS, READS, PRIMITIVE, PIECES, NODE_RANKS, KEEP, PREFETCH, WHOLE, ATTENTION, OFFLOAD, FIELDS };
 
-// [pass, rank of its block in turn] (forward ns, backward ns, rows), as if no rank waited for another.
+// [pass, rank of its block in turn] (forward, backward, both without the vocabulary: ns, rows), as if no rank waited for another.
 //
 // counts: [pass, rank in turn] spans; spans: (node, lo, hi) one after the other; reads: passes read, likewise.
 py::array_t<i64> rank_times(
@@ -33,7 +33,7 @@ py::array_t<i64> rank_times(
     if (counts.size() != ranks || reads.size() != reading) throw std::invalid_argument("passes");
     for (i64 i = 0; i < ranks; ++i) held += count[i];
     if (spans.size() != 3 * held) throw std::invalid_argument("spans");
-    py::array_t<i64> found({ranks, i64{3}});
+    py::array_t<i64> found({ranks, i64{5}});
     i64* out = found.mutable_data();
     std::vector<Placement> placed(number);
     for (i64 i = 0; i < number; ++i) {
@@ -53,11 +53,11 @@ py::array_t<i64> rank_times(
         p.offload = r[OFFLOAD];
         const Loads loads = PassRows(jobs.forest, c, placed[i], states, r[START]).loads(p);
         const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
-        for (std::size_t rank = 0; rank < loads.ranks.size(); ++rank, out += 3) {
-            const auto [forward, backward] = PassPrice(c, &loads.ranks[rank], 1, loads.stages, p, false).time(pair);
-            out[0] = forward;
-            out[1] = backward;
-            out[2] = loads.ranks[rank].rows;
+        for (std::size_t rank = 0; rank < loads.ranks.size(); ++rank, out += 5) {
+            const PassPrice price(c, &loads.ranks[rank], 1, loads.stages, p, false);
+            std::tie(out[0], out[1]) = price.time(pair);
+            std::tie(out[2], out[3]) = price.time(pair, false);
+            out[4] = loads.ranks[rank].rows;
         }
     }
     return found;

@@ -28,11 +28,14 @@ void RankSums::add(const RankSums& o) {
     scored += o.scored;
     pairs += o.pairs;
     early += o.early;
+    leaves_early += o.leaves_early;
     diagonal += o.diagonal;
     triangle += o.triangle;
     below += o.below;
     cuts += o.cuts;
     cut_rows += o.cut_rows;
+    lane_cuts += o.lane_cuts;
+    lane_cut_rows += o.lane_cut_rows;
     parts += o.parts;
     shared += o.shared;
     in_lane += o.in_lane;
@@ -43,19 +46,21 @@ TypicalBlock::TypicalBlock(const Forest& f, const Constants& c, const Nodes& lea
     : f_(f), c_(c), leaves_(leaves), width_(width), unit_(unit), mates_(std::min(width, c.node_ranks)),
       machine_nodes_((width + c.node_ranks - 1) / c.node_ranks) {}
 
-RankSums TypicalBlock::part(const Span& s, i64 ranks, Kind kind, i64 share, i64 shares) const {
+RankSums TypicalBlock::part(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const {
     RankSums x;
     const i64 start = f_.starts[s.node] + s.lo, of = s.hi - s.lo, rows = ceil_share(of, share, shares);
     x.rows = rows;
     x.scored = std::min(f_.scored[s.node] * (ranks > 1 ? 2 : 1), rows);
     x.pairs = ceil_share(f_.area(s.node, s.lo, s.hi), share, shares);
     x.triangle = rows * (rows + 1) / 2;
-    x.early = rows * (start / width_) + (kind == kLeaf ? 0 : x.triangle);
+    x.early = rows * (start / width_) + (inner ? x.triangle : 0);
+    x.leaves_early = inner ? 0 : x.triangle;
     x.diagonal = rows * std::min(rows, c_.tile_rows) / 2;
     x.below = start ? rows : 0;
-    // Inner nodes above leaves are seen by everyone: one tile for all of them, whose sources `load` counts.
-    x.cuts = ranks > 1 && kind != kInnerOfLeaves;
+    x.cuts = ranks > 1 && ranks == width_;
     x.cut_rows = x.cuts ? rows : 0;
+    x.lane_cuts = ranks > 1 && ranks < width_;
+    x.lane_cut_rows = x.lane_cuts ? rows : 0;
     x.parts = 1;
     x.shared = ranks == width_ && width_ > 1 ? of : 0;
     x.in_lane = 1 < ranks && ranks < width_ ? of - rows : 0;
@@ -88,14 +93,14 @@ const std::vector<RankSums>& TypicalBlock::even_parts(i64 ranks) {
     std::vector<RankSums>& parts = ranks == width_ ? cut_ : dealt_;  // lanes of a block have one size
     if (parts.empty()) {
         parts.reserve(by_rows_.size());
-        for (int node : by_rows_) parts.push_back(part({node, 0, f_.rows[node]}, ranks, kLeaf, 1, ranks));
+        for (int node : by_rows_) parts.push_back(part({node, 0, f_.rows[node]}, ranks, false, 1, ranks));
     }
     return parts;
 }
 
-RankSums TypicalBlock::inner_sums(const std::vector<Span>& inner, bool above_leaves) const {
+RankSums TypicalBlock::inner_sums(const std::vector<Span>& inner) const {
     RankSums sums;
-    for (const Span& s : inner) sums.add(part(s, width_, above_leaves ? kInnerOfLeaves : kInner, 1, width_));
+    for (const Span& s : inner) sums.add(part(s, width_, true, 1, width_));
     return sums;
 }
 
@@ -105,7 +110,7 @@ TypicalRows::TypicalRows(const TypicalBlock& block)
 TypicalRows TypicalBlock::spine(const std::vector<Span>& inner, i64 state_rows) const {
     TypicalRows found(*this);
     found.state_rows_ = state_rows;
-    found.add_rank(inner_sums(inner, false));
+    found.add_rank(inner_sums(inner));
     return found;
 }
 
@@ -117,7 +122,7 @@ TypicalRows TypicalBlock::with_leaves(
     found.state_rows_ = state_rows;
     found.whole_ = static_cast<i64>(inner.size()) + state_nodes;
     order_leaves();
-    const RankSums above = inner_sums(inner, true);
+    const RankSums above = inner_sums(inner);
     const std::size_t n = by_rows_.size();
     std::vector<int>& mine = mine_;
     mine.clear();
@@ -153,7 +158,7 @@ TypicalRows TypicalBlock::with_leaves(
         RankSums sums = above;
         for (std::size_t k = 0; k < cut && shares[lane]; ++k) {
             const int node = by_rows_[mine[k]];
-            sums.add(part({node, 0, f_.rows[node]}, width_, kLeaf, shares[lane], amount * lane_degree));
+            sums.add(part({node, 0, f_.rows[node]}, width_, false, shares[lane], amount * lane_degree));
         }
         for (std::size_t k = cut; k < mine.size(); ++k) {
             if (where_[mine[k]] == lane) sums.add(whole[mine[k]]);
@@ -168,19 +173,24 @@ bool TypicalRows::crosses(const PassSpec& p) const {
     return p.node_ranks && machine_nodes_ > 1 && p.primitive == GATHER_KV;
 }
 
+i64 TypicalRows::landings_of(const PassSpec& p) const {
+    const i64 last = width_ - (machine_nodes_ - 1) * mates_;
+    return landings(p, width_, mates_, last, machine_nodes_, crosses(p));
+}
+
 RankLoad TypicalRows::load(const RankSums& sums, const PassSpec& p) const {
-    i64 sources = std::min(p.pieces, width_ - 1);
-    if (p.primitive == MOVE_KV) sources = width_ - 1;
-    if (p.primitive == MOVE_Q) sources = 1;
+    const i64 landings = landings_of(p), cut = cut_tiles(landings, width_, crosses(p));
     RankLoad x;
     x.rows = sums.rows;
     x.scored = sums.scored;
     x.pairs = sums.pairs;
-    x.early = sums.early;
+    x.early = sums.early + (p.primitive == MOVE_Q ? 0 : sums.leaves_early);
     x.diagonal = sums.diagonal;
     x.triangle = sums.triangle;
-    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (sources + 1) + sums.cuts * sources;
-    x.merged = x.rows + sums.below * (sources + 1) + sums.cut_rows * sources;
+    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (landings + 1) + sums.cuts * cut +
+              sums.lane_cuts * cut_tiles(landings, lane_degree_, false);
+    x.merged = x.rows + sums.below * (landings + 1) + sums.cut_rows * landings +
+               sums.lane_cut_rows * std::min(landings, lane_degree_ - 1);
     traffic(sums, p, x);
     if (p.primitive == MOVE_Q) visits(sums, x);
     return x;
@@ -225,14 +235,7 @@ TypicalLoads TypicalRows::loads(const PassSpec& p) const {
         moves = moves || found.ranks[i].messages;
     }
     found.count = count_;
-    const i64 remote = width_ - 1;
-    if (remote && moves) {
-        if (p.primitive == MOVE_Q) {
-            found.stages = 2;
-        } else {
-            found.stages = p.primitive == MOVE_KV ? remote : std::min(p.pieces, remote) + crosses(p);
-        }
-    }
+    if (width_ > 1 && moves) found.stages = p.primitive == MOVE_Q ? 2 : landings_of(p);
     return found;
 }
 

@@ -7,9 +7,10 @@ namespace augtree {
 
 // Sums over the parts of nodes that lie on one rank.
 struct RankSums {
-    i64 rows = 0, scored = 0, pairs = 0, early = 0, diagonal = 0, triangle = 0;
+    i64 rows = 0, scored = 0, pairs = 0, early = 0, leaves_early = 0, diagonal = 0, triangle = 0;
     i64 below = 0;               // rows with something above them
-    i64 cuts = 0, cut_rows = 0;  // parts whose other rows are elsewhere, and their rows
+    i64 cuts = 0, cut_rows = 0;            // parts of nodes cut over the block, and their rows
+    i64 lane_cuts = 0, lane_cut_rows = 0;  // the same of nodes cut over a lane
     i64 parts = 0, shared = 0, in_lane = 0;
     i64 reach = 0;               // pairs of its rows and of what is above them
     void add(const RankSums& o);
@@ -36,6 +37,7 @@ private:
     void traffic(const RankSums& sums, const PassSpec& p, RankLoad& x) const;
     void visits(const RankSums& sums, RankLoad& x) const;
     bool crosses(const PassSpec& p) const;
+    i64 landings_of(const PassSpec& p) const;
 
     i64 width_, mates_, machine_nodes_;
     i64 lane_degree_ = 1, state_rows_ = 0;
@@ -62,9 +64,8 @@ public:
 
 private:
     friend class TypicalRows;
-    enum Kind { kInner, kInnerOfLeaves, kLeaf };
-    RankSums part(const Span& s, i64 ranks, Kind kind, i64 share, i64 shares) const;
-    RankSums inner_sums(const std::vector<Span>& inner, bool above_leaves) const;
+    RankSums part(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const;
+    RankSums inner_sums(const std::vector<Span>& inner) const;
     const std::vector<RankSums>& even_parts(i64 ranks);
     void order_leaves();
 

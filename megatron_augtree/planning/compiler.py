@@ -105,21 +105,17 @@ def compile_pass(
     return Program(block.world, block.placement, tuple(block.buffers), tuple(made))
 
 
-def _begin(block: Block, stages: int) -> _Stages:
-    """Stages with a rank's own work at both ends: inner nodes' triangles first, leaves' triangles last.
+def _begin(block: Block, stages: int, *, leaves: bool = True) -> _Stages:
+    """Stages of which the first has what a rank can compute from its own rows, leaves' triangles if wanted.
 
-    Reversed, the leaves hide the first fetch and the spine hides the last gradient's return.
+    It hides the first piece's travel and, reversed, the last gradient's return. In a later stage of a gather
+    nothing would be left to hide: after the last piece nothing travels.
     """
     made: _Stages = [([], [[] for _ in range(block.world)]) for _ in range(stages)]
     for rank in range(block.world):
-        made[0][1][rank] += block.triangles(rank, leaves=False) + block.local_tiles(rank)
+        triangles = block.triangles(rank) if leaves else block.triangles(rank, leaves=False)
+        made[0][1][rank] += triangles + block.local_tiles(rank)
     return made
-
-
-def _end(block: Block, stages: _Stages) -> _Stages:
-    for rank in range(block.world):
-        stages[-1][1][rank] += block.triangles(rank, leaves=True)
-    return stages
 
 
 class _Lot(NamedTuple):
@@ -242,7 +238,7 @@ def _gather(block: Block, pieces: int, nodes: Sequence[int]) -> _Stages:
             if relays is not None:
                 relays.hold(rank, lot, landed)
                 stages[stage][0].extend(relays.fetch(rank, stage))
-    return _end(block, stages)
+    return stages
 
 
 class _Relays:
@@ -291,8 +287,9 @@ class _Relays:
 
 
 def _move_q(block: Block) -> _Stages:
-    """Queries travel to the prompt state, partial results travel back; the leaves' own keys are gathered."""
-    stages = _begin(block, 3)
+    """Queries travel to the prompt state, partial results travel back, hidden by leaves' triangles; the
+    leaves' own keys are gathered."""
+    stages = _begin(block, 3, leaves=False)
     own = block.keys.buffer == block.names.index(HOME)
     for rank in range(block.world):
         others = [src for src in range(block.world) if src != rank]
@@ -306,7 +303,8 @@ def _move_q(block: Block) -> _Stages:
         stages[1][1][rank] += full_tiles(block.shape, block.home[rank], landed)
         for state in block.state[rank]:
             stages[1][1][rank] += full_tiles(block.shape, queries, state)
-    return _end(block, stages)
+        stages[2][1][rank] += block.triangles(rank, leaves=True)
+    return stages
 
 
 def _visits(block: Block, rank: int) -> np.ndarray:
@@ -323,9 +321,7 @@ def _visits(block: Block, rank: int) -> np.ndarray:
 def _ring(block: Block) -> _Stages:
     """Whole shards from neighbour to neighbour, layout unchanged, as ring context parallelism does."""
     world = block.world
-    stages: _Stages = [([], [[] for _ in range(world)]) for _ in range(world)]
-    for rank in range(world):
-        stages[0][1][rank] += block.triangles(rank) + block.local_tiles(rank)
+    stages = _begin(block, world)
     shards = [block.owned(rank) for rank in range(world)]
     for hop in range(world - 1):
         arrived = []

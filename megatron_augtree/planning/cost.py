@@ -173,6 +173,10 @@ class Prices:
         """(forward, backward) of a pass on one pipeline stage: its slowest rank."""
         return PassPrice(self, loads, provides=False).time(self.pair(loads.p))
 
+    def slot_ns(self, loads: PassLoads) -> int:
+        """What a pass adds to filling and draining a pipeline, once a stage; see `PassPrice`."""
+        return PassPrice(self, loads, provides=False).slot(self.pair(loads.p))
+
     # Memory.
 
     def pass_bytes(self, loads: PassLoads, *, provides: bool) -> list[int]:
@@ -279,16 +283,21 @@ class PassPrice:
         """Whether no traffic shows: other ways to move the same rows can only cost more."""
         return not any(x.exposed for x in self.lines)
 
-    def time(self, pair: Pair) -> tuple[int, int]:
-        """(forward, backward) ns of a stage's share of the layers: the slowest rank's."""
+    def slot(self, pair: Pair) -> int:
+        """Forward and backward ns on a stage without the vocabulary, if not all have it: what filling and
+        draining a pipeline waits for."""
+        return sum(self.time(pair, vocabulary=self.prices.model.stages == 1))
+
+    def time(self, pair: Pair, *, vocabulary: bool = True) -> tuple[int, int]:
+        """(forward, backward) ns of a stage's share of the layers, and the vocabulary: the slowest rank's."""
         stages = self.prices.model.stages
         # The slowest stage counts: most layers, most that run again, fewest that keep attention.
         layers, again = -(-self.layers // stages), -(-(self.layers - pair.whole) // stages)
         attention = min(pair.attention // stages, again)
         again -= attention
-        forward = max(layers * x.forward + x.vocabulary for x in self.lines)
+        forward = max(layers * x.forward + vocabulary * x.vocabulary for x in self.lines)
         backward = max(
-            layers * x.backward + x.vocabulary_back + again * x.again + attention * x.again_rest
+            layers * x.backward + vocabulary * x.vocabulary_back + again * x.again + attention * x.again_rest
             for x in self.lines
         )
         if self.offloads:

@@ -99,7 +99,7 @@ class FastJobs(Jobs):
         return self._core.price(native.table(table), native.table(lists), native.table(played), world)
 
     def rank_times(self, passes: Sequence[Pass]) -> list[list[int]]:
-        """[pass, rank of its block in turn] (forward ns, backward ns, rows): `timeline.rank_times`.
+        """[pass, rank of its block in turn] `timeline.Times`, one after the other.
 
         Args:
             passes: of one plan, on blocks of neighbours.

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from megatron_augtree.planning.candidates import Choice, copies_of, split_inner
 from megatron_augtree.planning.choices import ChoiceSearch
-from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.cost import PassPrice, Prices
 from megatron_augtree.planning.demand import Demand, Pair
 from megatron_augtree.planning.offers import NEVER, SKIPPED, Job, Offer, Options, cost_of
 from megatron_augtree.planning.priced import Priced
@@ -73,10 +73,10 @@ class Jobs:
         offers = Priced(self, inner, leaves, choice, exact=True).offers()
         return min(offers, key=lambda o: (o.peak > self.room, o.cost))
 
-    def offer(self, times: Sequence[tuple[int, int]], peak: int, choice: Choice) -> Offer:
-        """A choice whose passes take `times` (forward, backward)."""
-        slots = [forward + backward for forward, backward in times]
-        time, slot = sum(slots), max(slots)
+    def offer(self, passes: Sequence[tuple[PassPrice, Pair]], peak: int, choice: Choice) -> Offer:
+        """A choice with these passes."""
+        time = sum(sum(price.time(pair)) for price, pair in passes)
+        slot = max(price.slot(pair) for price, pair in passes)
         stages = self.prices.model.stages
         return Offer(time + slot * (stages - 1) * self.slot_weight // 16, time, slot, peak, choice)
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_augtree.planning.placement import Placement
+from megatron_augtree.planning.plan import Pass
 from megatron_augtree.planning.viewers import Keys, Viewers
 
 
@@ -21,7 +22,8 @@ class RankLoad(NamedTuple):
     Attributes:
         rows, scored: its rows, and those that reach the vocabulary.
         pairs: (query, key) pairs it computes; `visiting` of them with other ranks' queries (``move_q``).
-        early: those that need nothing received, leaves' own aside: computed while the first piece travels.
+        early: those that need nothing received, computed while the first piece travels. Under ``move_q``
+            leaves' own triangles are not among them: they are computed while results come back.
         triangles: rows of each of its causal tiles.
         tiles: attention calls, an estimate.
         merged: rows of partial results that are merged, an estimate.
@@ -49,6 +51,40 @@ class RankLoad(NamedTuple):
     messages: int
 
 
+def landings(p: Pass, sizes: Sequence[int], *, crosses: bool) -> int:
+    """Stages in which keys land, as many as there can be.
+
+    Args:
+        p: the pass; its placement is not looked at.
+        sizes: [node of the machine] ranks of the block there.
+        crosses: keys cross to another node once and are handed on there.
+    """
+    if p.primitive == "move_q":
+        return 1
+    world = sum(sizes)
+    if p.primitive in ("ring", "move_kv"):
+        return world - 1
+    if not crosses:
+        return min(p.pieces, world - 1)
+    # A relay has a source or more in every other node, and hands on what came one stage later.
+    far = (len(sizes) - 1) * -(-max(sizes) // min(sizes))
+    return max(min(p.pieces, max(sizes) - 1), min(p.pieces, far) + 1)
+
+
+def cut_tiles(lands: int, ranks: int, *, crosses: bool = False) -> int:
+    """Tiles of a rank's rows of a node that is cut over some ranks, with the others' rows of it: one a
+    landing, and one more where keys of several ranks land together, of which a zigzag's first rows see less
+    than its last.
+
+    Args:
+        lands: landings of the pass.
+        ranks: how many the node is cut over.
+        crosses: its keys cross to other nodes of the machine and are handed on.
+    """
+    own = min(lands, ranks - 1)
+    return 2 * lands if crosses else own + (own < ranks - 1)
+
+
 class PassLoads(Viewers):
     """The loads of a pass on every rank of its block; arguments as for `Viewers`."""
 
@@ -73,16 +109,25 @@ class PassLoads(Viewers):
             return 2
         if self.p.primitive in ("ring", "move_kv"):
             return remote
-        return min(self.p.pieces, remote) + self.crosses
+        return self._landings
+
+    @cached_property
+    def _landings(self) -> int:
+        return landings(self.p, [mates.bit_count() for mates in self._mates], crosses=self.crosses)
 
     # What a rank computes.
 
-    def _basic(self, rank: int, sources: int) -> dict:
+    def _basic(self, rank: int) -> dict:
         spans, own = self.p.placement[rank], self._own[rank]
         whole, shape = self._whole[rank], self.shape
-        cut = [n for n in own if n not in whole and self._holders[n] > 1]
+        cut = [n for n in own if self._holders[n] == self.world > 1]
+        lane_cut = [n for n in own if 1 < self._holders[n] < self.world]
         rows = sum(own.values())
         below = sum(n for node, n in own.items() if shape.parents[node] >= 0)
+        lands = self._landings
+        tiles = cut_tiles(lands, self.world, crosses=self.crosses)
+        lane = max((self._holders[n] for n in lane_cut), default=1)
+        lane_lands, lane_tiles = min(lands, lane - 1), cut_tiles(lands, lane)
         return {
             "rows": rows,
             "scored": sum(min(shape.scored[s.node], s.hi - s.lo) for s in spans),
@@ -90,9 +135,15 @@ class PassLoads(Viewers):
             "visiting": 0,
             "early": self._early(rank),
             "triangles": tuple(own.values()),
-            # Own triangles, and a tile a source for the shared nodes and for every node cut over ranks.
-            "tiles": len(own) + min(len(whole), 2) * (sources + 1) + len(cut) * sources,
-            "merged": rows + below * (sources + 1) + sum(own[n] for n in cut) * sources,
+            # Own triangles; tiles of shared nodes, and of nodes cut over all ranks, or over those of a lane.
+            "tiles": len(own)
+            + min(len(whole), 2) * (lands + 1)
+            + len(cut) * tiles
+            + len(lane_cut) * lane_tiles,
+            "merged": rows
+            + below * (lands + 1)
+            + sum(own[n] for n in cut) * lands
+            + sum(own[n] for n in lane_cut) * lane_lands,
             "q_in": 0,
             "q_out": 0,
             "q_far_in": 0,
@@ -100,7 +151,7 @@ class PassLoads(Viewers):
         }
 
     def _early(self, rank: int) -> int:
-        """Pairs with keys that a rank holds itself, but for leaves' triangles: those are computed last."""
+        """Pairs with keys that a rank holds itself; leaves' triangles come last where queries travel."""
         own, shape = self._own[rank], self.shape
         held: dict[int, int] = {}
         for state in self.states:
@@ -109,7 +160,8 @@ class PassLoads(Viewers):
         pairs = 0
         for node, n in own.items():
             pairs += n * sum(own.get(a, 0) + held.get(a, 0) for a in shape.ancestors[node])
-            pairs += n * (n + 1) // 2 + n * held.get(node, 0) if shape.children[node] else 0
+            pairs += n * held.get(node, 0) if shape.children[node] else 0
+            pairs += n * (n + 1) // 2 if shape.children[node] or self.p.primitive != "move_q" else 0
         return pairs
 
     # The primitives.
@@ -117,12 +169,11 @@ class PassLoads(Viewers):
     def _gather(self) -> list[RankLoad]:
         kinds = [self.p.placement, *self.states]
         keys = self._keys(kinds)
-        sources = self.world - 1 if self.p.primitive == "move_kv" else min(self.p.pieces, self.world - 1)
         direct = [] if self.crosses else [self._direct(kinds, keys, rank) for rank in range(self.world)]
         flows = direct or self._handed_on(kinds)
         return [
             RankLoad(
-                **self._basic(rank, sources),
+                **self._basic(rank),
                 kv_in=near_in + far_in,
                 kv_out=near_out + far_out,
                 kv_far_in=far_in,
@@ -179,7 +230,7 @@ class PassLoads(Viewers):
             after, before = (rank + 1) % self.world, (rank - 1) % self.world
             loads.append(
                 RankLoad(
-                    **self._basic(rank, remote),
+                    **self._basic(rank),
                     kv_in=arriving,
                     kv_out=sum(passing),
                     kv_far_in=arriving if self.node_of[before] != self.node_of[rank] else 0,
@@ -206,7 +257,7 @@ class PassLoads(Viewers):
                 receivers |= (meets[other].get(rank, (0, 0))[0] > 0) << other
             receivers &= ~(1 << rank)
             back = sum(meets[rank].get(other, (0, 0))[0] > 0 for other in range(self.world) if other != rank)
-            basic = self._basic(rank, 1)
+            basic = self._basic(rank)
             basic |= {
                 "pairs": basic["pairs"] + pairs_in - pairs_out,
                 "visiting": pairs_in,

@@ -4,8 +4,7 @@ Experts ask for it, since the all-to-all in each of their layers joins ranks of 
 pipelines, where all replicas pass on as many micro-batches. All ranks begin an event, a pass's forward or
 backward, together, so it lasts as long as on the slowest block:
 
-    time = sum over events of the slowest block's + (stages - 1) * longest pass
-    pass = forward + backward, each the slowest block's
+    time = sum over events of the slowest block's + (stages - 1) * longest pass without its vocabulary
 
 `rounds.py` makes such plans.
 """
@@ -53,16 +52,12 @@ def lock_step_ns(plan: Plan, prices: Prices) -> int:
     """
     times = [[max(column) for column in zip(*ranks)] for ranks in rank_times(plan, prices)]
     blocks = [p.block for p in plan.passes]
-    numbers = _numbers(blocks, plan.events, plan.world)
     events = event_numbers(blocks, plan.events, plan.world)
     lasts: dict[int, int] = {}
-    slots: dict[tuple[int, str], int] = {}
     for event, (action, pass_id) in zip(events, plan.events):
-        time, slot = times[pass_id][action == "backward"], (numbers[pass_id], action)
-        lasts[event], slots[slot] = max(lasts.get(event, 0), time), max(slots.get(slot, 0), time)
-    forwards = [slot for slot in slots if slot[1] == "forward"]
-    longest = max((slots[slot] + slots[slot[0], "backward"] for slot in forwards), default=0)
-    return sum(lasts.values()) + (prices.model.stages - 1) * longest
+        lasts[event] = max(lasts.get(event, 0), times[pass_id][action == "backward"])
+    slot = max((bare + back for _, _, bare, back, _ in times), default=0)
+    return sum(lasts.values()) + (prices.model.stages - 1) * slot
 
 
 def in_step(x: Decision, shape: ForestShape, prices: Prices, world: int) -> Decision | None:

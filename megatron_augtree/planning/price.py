@@ -26,7 +26,8 @@ def price(plan: Plan, prices: Prices) -> Priced:
     """Predicted time and memory of a plan.
 
     A rank's time is the sum of its passes (a block waits for its slowest rank in every layer); the plan's is
-    the slowest rank's, and under a pipeline (1F1B) filling and draining it adds (stages - 1) longest passes.
+    the slowest rank's, and under a pipeline (1F1B) filling and draining it adds (stages - 1) longest passes,
+    without their vocabulary, which only the last stage has.
     Memory follows the events: what passes keep from forward to backward, plus one layer's work.
     """
     loads = [
@@ -45,7 +46,7 @@ def price(plan: Plan, prices: Prices) -> Priced:
             alive[rank] += 0 if backward else kept[pass_id][index]
             peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
             alive[rank] -= kept[pass_id][index] if backward else 0
-    slot = max((sum(pair) for pair in times), default=0)
+    slot = max((prices.slot_ns(load) for load in loads), default=0)
     base = prices.cluster.base_bytes if plan.passes else 0
     time = max(busy, default=0) + (prices.model.stages - 1) * slot
     return Priced(plan, time, base + max(peak, default=0))

@@ -81,7 +81,7 @@ class Priced:
             pair = jobs.pair(self.spine[0].demand(), jobs.room) or Pair(0, 0)
             said = jobs.said(pair)
             made = replace(self.choice, keep_layers=said.whole, keep_attention=said.attention)
-            return [jobs.offer([self.spine[0].time(pair)], self.spine[0].peak(pair), made)]
+            return [jobs.offer([(self.spine[0], pair)], self.spine[0].peak(pair), made)]
         return [self._phased_offer(*pairs) for pairs in self._pairs(*self._demands())]
 
     @property
@@ -111,7 +111,7 @@ class Priced:
 
     def _phased_offer(self, spine: Pair, wave: Pair) -> Offer:
         jobs = self.jobs
-        times = [price.time(spine) for price in self.spine] + [price.time(wave) for price in self.replays]
+        passes = [(price, spine) for price in self.spine] + [(price, wave) for price in self.replays]
         own, waves = jobs.said(spine), jobs.said(wave)
         made = replace(
             self.choice,
@@ -120,7 +120,7 @@ class Priced:
             wave_layers=waves.whole,
             wave_attention=waves.attention,
         )
-        return jobs.offer(times, self._peak(spine, wave), made)
+        return jobs.offer(passes, self._peak(spine, wave), made)
 
     def _pairs(self, kept: Demand, turn: Demand) -> list[tuple[Pair, Pair]]:
         """(spine's, waves') recompute pairs: each of the two takes what it can before the other."""

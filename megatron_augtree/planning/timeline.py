@@ -21,7 +21,7 @@ from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.plan import Event, Pass, Plan
 
-#: (forward ns, backward ns, rows) of a rank in a pass.
+#: (forward, backward, both without the vocabulary: ns, and rows) of a rank in a pass.
 Times = Sequence[int]
 
 
@@ -72,7 +72,7 @@ def timeline(plan: Plan, prices: Prices, *, lock_step: bool = False) -> list[Bar
         p, backward = plan.passes[pass_id], action == "backward"
         name, begin, lasts = span_name(p, action), start / NS, duration / NS
         for rank, own in zip(p.block, times[pass_id]):
-            bars.append(Bar(rank, pass_id, action, begin, lasts, own[backward] / NS, own[2], name))
+            bars.append(Bar(rank, pass_id, action, begin, lasts, own[backward] / NS, own[-1], name))
     return bars
 
 
@@ -143,7 +143,7 @@ def _times(plan: Plan, p: Pass, prices: Prices) -> list[Times]:
     price, pair, times = PassPrice(prices, loads, provides=False), prices.pair(p), []
     for line, load in zip(list(price.lines), loads.ranks):
         price.lines = [line]
-        times.append([*price.time(pair), load.rows])
+        times.append([*price.time(pair), *price.time(pair, vocabulary=False), load.rows])
     return times
 
 

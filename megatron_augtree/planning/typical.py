@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_augtree.planning.assign import level, longest_first
 from megatron_augtree.planning.lanes import row_cost
-from megatron_augtree.planning.loads import RankLoad
+from megatron_augtree.planning.loads import RankLoad, cut_tiles, landings
 from megatron_augtree.planning.placement import Span
 from megatron_augtree.planning.plan import Pass
 from megatron_augtree.planning.tree import ForestShape
@@ -83,9 +83,12 @@ class TypicalLoads:
         remote = self.world - 1
         if not remote or not any(load.messages for load in self.ranks):
             return 0
-        if self.p.primitive == "move_q":
-            return 2
-        return remote if self.p.primitive == "move_kv" else min(self.p.pieces, remote) + self._crosses
+        return 2 if self.p.primitive == "move_q" else self._landings
+
+    @property
+    def _landings(self) -> int:
+        last = self.world - (self.machine_nodes - 1) * self.mates
+        return landings(self.p, [self.mates] * (self.machine_nodes - 1) + [last], crosses=self._crosses)
 
     @property
     def _crosses(self) -> bool:
@@ -126,13 +129,14 @@ class TypicalLoads:
 
     def _load(self, parts: Sequence[_Part]) -> RankLoad:
         lay, p, d = self.lay, self.p, self.world
-        sources = {"move_kv": d - 1, "move_q": 1}.get(p.primitive, min(p.pieces, d - 1))
+        lands = self._landings
+        tiles, lane = cut_tiles(lands, d, crosses=self._crosses), lay.lane_degree
         whole = len(lay.inner) * bool(lay.leaves) + lay.state_nodes
-        cut = [x for x in parts if x.ranks > 1 and (not x.inner or not lay.leaves)]
+        cut, lane_cut = [x for x in parts if x.ranks == d > 1], [x for x in parts if 1 < x.ranks < d]
         rows = sum(x.rows for x in parts)
         below = sum(x.rows for x in parts if x.start)
         early = sum(x.rows * (x.start // d) for x in parts)
-        early += sum(x.rows * (x.rows + 1) // 2 for x in parts if x.inner)
+        early += sum(x.rows * (x.rows + 1) // 2 for x in parts if x.inner or p.primitive != "move_q")
         near, far, messages = self._traffic(parts, p.primitive == "move_q")
         load = RankLoad(
             rows=rows,
@@ -141,8 +145,14 @@ class TypicalLoads:
             visiting=0,
             early=early,
             triangles=tuple(x.rows for x in parts),
-            tiles=len(parts) + min(whole, 2) * (sources + 1) + len(cut) * sources,
-            merged=rows + below * (sources + 1) + sum(x.rows for x in cut) * sources,
+            tiles=len(parts)
+            + min(whole, 2) * (lands + 1)
+            + len(cut) * tiles
+            + len(lane_cut) * cut_tiles(lands, lane),
+            merged=rows
+            + below * (lands + 1)
+            + sum(x.rows for x in cut) * lands
+            + sum(x.rows for x in lane_cut) * min(lands, lane - 1),
             kv_in=near + far,
             kv_out=near + far,
             kv_far_in=far,

@@ -86,7 +86,7 @@ BY_PRICE = {
         loses=("copies=1",),
     ),
     "one long response is split, short ones are whole": Input(
-        from_lengths(2048, [4096, 512, 200, 100]),
+        from_lengths(2048, [16384, 512, 200, 100]),
         4,
         lambda plan: split(plan) == {1, 4},
         loses=("lane_degree=4", "lane_degree=1", "lane_degree=2"),

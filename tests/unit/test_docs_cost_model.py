@@ -76,7 +76,7 @@ def by_code() -> dict[str, int]:
         "stages": loads.stages, "linear": prices.linear.ns(load.rows + cluster.gemm_half_rows),
         "beside": prices.beside.ns(load.rows), "tiles": tiles, "merge": prices.merging.ns(load.merged),
         "wire": wire, "first": first, "exposed": exposed, "layer": layer, "wire_back": wire_back,
-        "first_back": first_back, "tiles_back": tiles_back, "later_back": (tiles_back - first_back) // 3,
+        "first_back": first_back, "tiles_back": tiles_back, "later_back": (tiles_back - first_back) // 2,
         "exposed_back": exposed_back, "layer_back": layer_back, "vocabulary": line.vocabulary,
         "forward": forward, "backward": backward, "backward_again": price.time(Pair(0, 0))[1],
         "received": prices.received_bytes(load), "fixed": demand.fixed, "whole": demand.whole,

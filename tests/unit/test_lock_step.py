@@ -53,14 +53,7 @@ def in_turns_ns(plan: Plan, prices: Prices) -> int:
     times = [prices.pass_ns(load(p)) for p in plan.passes]
     columns = list(zip(*sequences(plan), strict=True))
     lasts = [max(times[p][action == "backward"] for action, p in column) for column in columns]
-    slots = []
-    for first, column in enumerate(columns):
-        if column[0].action == "forward":
-            (back,) = [
-                i for i, other in enumerate(columns) if other[0] == Event("backward", column[0].pass_id)
-            ]
-            slots.append(lasts[first] + lasts[back])
-    return sum(lasts) + (prices.model.stages - 1) * max(slots)
+    return sum(lasts) + (prices.model.stages - 1) * max(prices.slot_ns(load(p)) for p in plan.passes)
 
 
 def degrees(batch: Batch) -> list[int]:

@@ -58,20 +58,21 @@ def ns_of(found: Simulated) -> list[tuple[int, int]]:
 def test_a_gather_of_two_ranks():
     """Rank 0 sends 4 rows of keys and values, 512 + 500 ns.
 
-    Forward, first layer: QKV ends at 2000 on both; the message is there at 3012, rank 0's tiles (12 + 12
-    pairs, two calls: 260) at 2260. With 50 for the stage both go on at 3062: rank 0 with its response's
-    triangle (7 pairs: 80), rank 1 with 28 + 31 pairs (610), then 5000 + 100. So the first layer takes 8242
-    and 8772; later ones wait for rank 1's QKV: 8772 each.
+    Forward, first layer: QKV ends at 2000 on both; the message is there at 3012, rank 0's tiles (12 + 7 + 12
+    pairs, three calls: 340) at 2340, rank 1's triangle (31 pairs: 320) at 2320. With 50 for the stage both go
+    on at 3062: rank 1 with 28 pairs (290), then 5000 + 100. So the first layer takes 8162 and 8452; later
+    ones wait for rank 1's QKV: 8452 each.
     """
     found = simulate(plan_of(), PRICES)
-    # Backward of a layer: 10200; the late tiles, 240 and 1830; the message leaves at 12030, is there at
-    # 13042; 50; QKV 4000. Both ranks end at 17092, and so on.
-    assert ns_of(found) == [(0, 1000 + 8242 + 8772), (0, 1000 + 2 * 8772), (18544, 1000 + 2 * 17092),
-                            (18544, 1000 + 2 * 17092)]  # fmt: skip
-    assert round(found.makespan * NS) == 18544 + 35184
-    # Rank 0 computes beside the first layer's message; later ones leave when rank 1 has come.
-    assert [round(x * NS) for x in found.exposed] == [752 + 3 * 1012, 4 * 1012]
-    forward = 1000 + 2 * (7000 + 260 + 50 + 80 + 100), 1000 + 2 * (7000 + 610 + 50 + 100)
+    # Backward of a layer: 10200; rank 1's late tile, 870; the message leaves at 11070, beside the early
+    # tiles, and is there at 12082; 50; QKV 4000. Both ranks end at 16132, and so on.
+    assert ns_of(found) == [(0, 1000 + 8162 + 8452), (0, 1000 + 2 * 8452), (17904, 1000 + 2 * 16132),
+                            (17904, 1000 + 2 * 16132)]  # fmt: skip
+    assert round(found.makespan * NS) == 17904 + 33264
+    # Rank 0 begins its tiles when it comes, the messages when rank 1 comes, too.
+    forwards, backwards = 3012 - 2340 + 1012 - (340 - 290), 12082 - 10200 - 1020
+    assert [round(x * NS) for x in found.exposed] == [forwards + 2 * backwards, 2 * 692 + 2 * 52]
+    forward = 1000 + 2 * (7000 + 340 + 50 + 100), 1000 + 2 * (7000 + 610 + 50 + 100)
     backward = 1000 + 2 * (14000 + 3 * 340 + 50 + 200), 1000 + 2 * (14000 + 3 * 610 + 50 + 200)
     assert [round(x * NS) for x in found.busy] == [forward[0] + backward[0], forward[1] + backward[1]]
 
@@ -79,7 +80,7 @@ def test_a_gather_of_two_ranks():
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 40])
 def test_layers_add_up(layers):
     found = simulate(plan_of(), Prices(replace(MODEL, layers=layers), ROUND))
-    assert ns_of(found)[:2] == [(0, 1000 + 8242 + (layers - 1) * 8772), (0, 1000 + layers * 8772)]
+    assert ns_of(found)[:2] == [(0, 1000 + 8162 + (layers - 1) * 8452), (0, 1000 + layers * 8452)]
 
 
 def test_a_ring_hop():
@@ -90,7 +91,7 @@ def test_a_ring_hop():
 
 def test_without_overlap_tiles_wait():
     found = simulate(plan_of(), Prices(replace(MODEL, layers=1), replace(ROUND, overlap=False)))
-    assert ns_of(found)[:2] == [(0, 1000 + 3012 + 260 + 50 + 80 + 5100), (0, 1000 + 8772)]
+    assert ns_of(found)[:2] == [(0, 1000 + 3012 + 340 + 50 + 5100), (0, 1000 + 3012 + 320 + 50 + 290 + 5100)]
 
 
 def test_recompute_repeats_what_it_does_not_keep():
@@ -98,7 +99,7 @@ def test_recompute_repeats_what_it_does_not_keep():
     base = round(simulate(plan_of(keep_layers=2), PRICES).makespan * NS)
     again = round(simulate(plan_of(keep_layers=1), PRICES).makespan * NS)
     rest = round(simulate(plan_of(keep_layers=1, keep_attention=1), PRICES).makespan * NS)
-    assert again - base == 8772
+    assert again - base == 8452
     assert rest - base == 7100
     flags = Prices(replace(MODEL, recomputed=1), ROUND)
     assert round(simulate(plan_of(), flags).makespan * NS) == again
@@ -193,7 +194,10 @@ def test_waves_end_before_their_prompt(stages):
     plan = phased()
     found = simulate(plan, Prices(replace(MODEL, stages=stages), preset("h100")))
     assert len(found.spans) == 2 * stages * sum(len(p.block) for p in plan.passes)
-    when = {(s.action, s.pass_id, s.rank, s.stage): (s.start, s.start + s.duration) for s in found.spans}
+    when = {
+        (s.action, s.pass_id, s.rank, s.stage): (round(s.start * NS), round((s.start + s.duration) * NS))
+        for s in found.spans
+    }
     for p in plan.passes:
         for rank in p.block:
             for stage in range(stages):
