@@ -3,7 +3,8 @@
     python scripts/never_slower.py [--batches 10000] [--first 0] [--jobs 2] [--json never_slower.json]
 
 A batch is drawn from its seed: groups of a workload or of lengths from a few tokens to tens of thousands, a
-pool, a machine, a model, pipeline stages, and sometimes a limit of the degree; memory is ample. The plan is
+pool, a machine, a model, pipeline stages, and sometimes a limit of the degree; memory is ample. Three in ten
+are multi-turn instead: groups whose rollouts branch again and again, under one policy. The plan is
 what the launchers choose (`tools/cli/choose.py`). Peers are priced by the same prices: what every mode
 chooses for itself at the largest degree, and, where every tree is one job, all its other choices at every
 degree. The script fails where one of them is faster. On few ranks the other choices of dcp and the paper's
@@ -37,7 +38,7 @@ from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.planner import configured, pairs_per_row, price_recipes
 from megatron_augtree.tools.cli.choose import choose_for
-from megatron_augtree.tools.lengths import Step, step_of_lengths
+from megatron_augtree.tools.lengths import Step, step_of_lengths, step_of_rollouts
 from megatron_augtree.tools.measure import commit, machine, write_json
 from megatron_augtree.tools.models import model_shape
 
@@ -99,10 +100,11 @@ class Batch:
     """What is planned.
 
     Attributes:
-        groups: (prompt, responses) in tokens.
+        groups: (prompt, responses) in tokens; none of a multi-turn batch.
         world: ranks of the pool.
         limit: the most ranks of a block; 0 is the pool.
         cluster, model_name, stages: machine, model and its pipeline stages.
+        rollouts: of a multi-turn batch, [group] its nodes, see `step_of_rollouts`.
     """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
@@ -111,11 +113,12 @@ class Batch:
     cluster: str
     model_name: str
     stages: int
+    rollouts: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @cached_property
     def step(self) -> Step:
         """Its trees."""
-        return step_of_lengths(self.groups)
+        return step_of_rollouts(self.rollouts) if self.rollouts else step_of_lengths(self.groups)
 
     @cached_property
     def config(self) -> AugTreeConfig:
@@ -149,7 +152,7 @@ def draw_batch(seed: int) -> Batch:
         groups = [_group(draw, prompts, answers) for _ in range(count)]
     world = draw.choice((1, 2, 2, 4, 4, 8, 8, 16, 64, draw.choice((3, 6, 24))))
     divisors = [d for d in range(1, world + 1) if world % d == 0]
-    return Batch(
+    batch = Batch(
         groups=tuple((prompt, tuple(responses)) for prompt, responses in groups),
         world=world,
         limit=draw.choice(divisors) if draw.random() < 0.25 else 0,
@@ -157,6 +160,23 @@ def draw_batch(seed: int) -> Batch:
         model_name=draw.choice(MODELS),
         stages=draw.choice((1, 1, 1, 1, 2, 4)),
     )
+    return replace(batch, groups=(), rollouts=_rollouts(draw)) if draw.random() < 0.3 else batch
+
+
+def _rollouts(draw: random.Random) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Random trees of turns: a policy of all groups, a task of each, then turns below any turn of the last
+    chain, so that nodes are numbered depth first."""
+    usual = draw.choice((3, 30, 1000, 10000))
+    policy, groups = max(2, round(usual * draw.lognormvariate(0, 1))), []
+    for _ in range(draw.choice((1, 1, 2, 4, 8))):
+        nodes, chain = [(-1, policy)], [0]
+        for _ in range(draw.randint(1, 14)):
+            keep = draw.randint(2, len(chain)) if len(chain) > 1 else 1
+            del chain[keep:]
+            nodes.append((chain[-1], max(1, round(usual * draw.lognormvariate(0, 1)))))
+            chain.append(len(nodes) - 1)
+        groups.append(tuple(nodes))
+    return tuple(groups)
 
 
 def _group(draw: random.Random, prompts: int, answers: int) -> tuple[int, list[int]]:

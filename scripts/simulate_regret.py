@@ -122,7 +122,7 @@ def figures_of(seed: int) -> Figures:
     budget = USUAL if seed % 3 else never_slower.AMPLE
     config = replace(batch.config, memory_budget_gib=budget)
     about = {"world": batch.world, "limit": batch.limit, "cluster": batch.cluster, "model": batch.model_name,
-             "stages": batch.stages, "groups": len(batch.groups), "gib": budget}  # fmt: skip
+             "stages": batch.stages, "groups": batch.step.groups, "gib": budget}  # fmt: skip
     if not batch.step.single.shape.rows:
         return Figures(seed, about, None, [], "no rows")
     try:

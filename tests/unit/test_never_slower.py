@@ -63,8 +63,12 @@ def test_batches_are_of_all_kinds(script):
     assert {batch.cluster for batch in drawn} == set(script.CLUSTERS)
     assert {batch.model_name for batch in drawn} == set(script.MODELS)
     assert {batch.stages for batch in drawn} == {1, 2, 4}
-    assert {len(batch.groups) for batch in drawn} == {*range(1, 13)}
-    longest = [max(max(prompt, *responses) for prompt, responses in batch.groups) for batch in drawn]
+    flat, nested = ([b for b in drawn if bool(b.rollouts) == turns] for turns in (False, True))
+    assert {len(batch.groups) for batch in flat} == {*range(1, 13)}
+    assert {len(batch.rollouts) for batch in nested} == {1, 2, 4, 8} and len(nested) > 60
+    depths = [max(map(len, batch.step.merged.shape.ancestors)) for batch in nested]
+    assert min(depths) < 3 and max(depths) > 6
+    longest = [max(max(prompt, *responses) for prompt, responses in batch.groups) for batch in flat]
     assert min(longest) < 50 and max(longest) > 100_000
     assert 0.1 < sum(batch.limit > 0 for batch in drawn) / len(drawn) < 0.4
     assert drawn[:20] == [script.draw_batch(seed) for seed in range(20)]
@@ -75,7 +79,7 @@ def test_the_script_writes_its_figures_and_fails_where_a_peer_is_faster(
 ):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["never_slower.py", "--batches", "2", "--json", str(path)])
-    tiny = replace(script.draw_batch(0), groups=((20, (5, 5)),), world=2, limit=0)
+    tiny = replace(script.draw_batch(0), groups=((20, (5, 5)),), rollouts=(), world=2, limit=0)
     monkeypatch.setattr(script, "draw_batch", lambda seed: tiny)
     script.main()
     figures = json.loads(path.read_text())
