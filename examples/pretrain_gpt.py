@@ -59,7 +59,7 @@ from megatron_augtree.mcore.checkpoint import (
     save,
 )
 from megatron_augtree.mcore.launch import RankParser, agree, env_world
-from megatron_augtree.mcore.report import Report, StepRecord, figures_of
+from megatron_augtree.mcore.report import Report, StepRecord, figures_of, slow_planning
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.mcore.stock import StockSchedule
@@ -180,6 +180,8 @@ class Training:
                 )
         elif args.load:
             lines.append(f"{args.load}: no checkpoint yet, starting from iteration 0")
+        if self.config is not None:
+            lines += slow_planning()
         if begun.iteration >= args.train_iters:
             lines.append(f"nothing to do: --train-iters {args.train_iters} are done")
         return "\n".join(lines)

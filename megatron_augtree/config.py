@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -72,8 +74,37 @@ FORCE_KEYS = (
 #: Those of them that may be 0.
 _FORCE_ZERO = ("keep_layers", "keep_attention")
 
+#: Those that are words, and which.
+_FORCE_WORDS = {"primitive": ("gather_kv", "move_kv", "move_q", "local"), "phase": ("fused", "phased")}
+
+#: Passes of a prompt, and of its leaves: each pays its launches in every layer, and planning them takes long.
+MOST_PASSES = 256
+
 #: ``--augtree-recompute`` values.
 RECOMPUTE = ("auto", "flags")
+
+
+#: What planning without the C++ core (`planning/native.py`) says once.
+NO_CORE = (
+    "planning runs without its C++ core: the same plans, but up to hundreds of times as long; pip install "
+    "pybind11, then install megatron-augtree again where there is a C++ compiler"
+)
+
+
+def did_you_mean(name: str, known: Sequence[str], listed: str = "--help") -> str:
+    """The rule of an error about an unknown name: all known ones where they are few, else the nearest.
+
+    Args:
+        name: what was given.
+        known: what there is.
+        listed: what lists all of them.
+    """
+    if len(known) <= 4:
+        return f"it is one of {', '.join(known)}"
+    begun = [word for word in known if name and word.startswith(name)]
+    close = begun[:3] or difflib.get_close_matches(name, known, n=3)
+    nearest = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{nearest}{listed} lists all {len(known)}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +118,7 @@ class AugTreeConfig:
             (dynamic, dynamic-reuse: whatever is cheapest).
         force: ``key=value,...``: degree, lane_degree, copies, pieces, chunks, waves, keep_layers,
             keep_attention (numbers), primitive (gather_kv, move_kv, move_q, local), phase (fused, phased);
-            empty leaves everything to the planner.
+            chunks and waves are at most 256; empty leaves everything to the planner.
         plan_path: a plan in JSON to run instead of planning; empty leaves it to the planner.
         memory_budget_gib: upper limit of predicted peak memory above the built model, GiB a rank;
             0 means the memory of the cluster preset.
@@ -130,29 +161,17 @@ class AugTreeConfig:
             raise AugTreeError(
                 "unknown context-parallel mode",
                 values=f"--context-parallel-mode {self.mode}",
-                rule=f"the mode is one of {', '.join(MODES)}",
+                rule=did_you_mean(self.mode, MODES),
                 remedy="correct the spelling, or leave the flag out for stock Megatron",
             )
         if self.recompute not in RECOMPUTE:
             raise AugTreeError(
                 "unknown recompute setting",
                 values=f"--augtree-recompute {self.recompute}",
-                rule=f"one of {', '.join(RECOMPUTE)}",
+                rule=did_you_mean(self.recompute, RECOMPUTE),
                 remedy="correct the spelling",
             )
-        # Written so that a budget of NaN fails too.
-        good = self.degree >= 0 and 0 <= self.memory_budget_gib < float("inf")
-        if not good or self.min_shared_rows < 1 or self.logit_chunk_mib < 1 or self.keep_attention < -1:
-            raise AugTreeError(
-                "a setting is out of range",
-                values=f"--context-parallel-size {self.degree}, --augtree-memory-budget-gib "
-                f"{self.memory_budget_gib}, --augtree-min-shared-rows {self.min_shared_rows}, "
-                f"--augtree-logit-chunk-mib {self.logit_chunk_mib}, --augtree-keep-attention "
-                f"{self.keep_attention}",
-                rule="sizes and budgets are finite and not negative; shared rows and logit chunks are at "
-                "least 1; layers that keep attention at least 0, or -1 for all",
-                remedy="correct the flag",
-            )
+        self._check_ranges()
         if self.guard_steps and (self.guard_steps < 3 or self.mode != "augtree"):
             raise AugTreeError(
                 "a guard that cannot judge",
@@ -160,6 +179,29 @@ class AugTreeConfig:
                 rule="it compares plans of augtree with ring, in at least 3 steps of each; 0 is no guard",
                 remedy="correct the number, or leave the flag out",
             )
+
+    def _check_ranges(self) -> None:
+        rules = (
+            (self.degree >= 0, f"--context-parallel-size {self.degree}", "at least 1, or 0 for all ranks"),
+            (
+                # Written so that NaN fails too.
+                0 <= self.memory_budget_gib < float("inf"),
+                f"--augtree-memory-budget-gib {self.memory_budget_gib}",
+                "finite and above 0, or 0 for the memory of the machine",
+            ),
+            (self.min_shared_rows >= 1, f"--augtree-min-shared-rows {self.min_shared_rows}", "at least 1"),
+            (self.logit_chunk_mib >= 1, f"--augtree-logit-chunk-mib {self.logit_chunk_mib}", "at least 1"),
+            (
+                self.keep_attention >= -1,
+                f"--augtree-keep-attention {self.keep_attention}",
+                "at least 0, or -1 for all layers",
+            ),
+        )
+        for good, value, rule in rules:
+            if not good:
+                raise AugTreeError(
+                    "a setting is out of range", values=value, rule=f"it is {rule}", remedy="correct the flag"
+                )
 
     def forced(self) -> dict[str, int | str]:
         """``force`` as a dictionary; numbers are integers.
@@ -172,22 +214,34 @@ class AugTreeConfig:
 
 def parse_force(text: str) -> dict[str, int | str]:
     """``"degree=2,primitive=gather_kv"`` -> ``{"degree": 2, "primitive": "gather_kv"}``."""
-    words = {"primitive": ("gather_kv", "move_kv", "move_q", "local"), "phase": ("fused", "phased")}
     forced: dict[str, int | str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, sign, value = (part.strip() for part in item.partition("="))
-        good = key in FORCE_KEYS and sign and key not in forced
-        # Not isdigit, which int does not follow; no pool has ranks, no group leaves of ten digits.
-        number = value.isdecimal() and len(value) < 10 and (int(value) > 0 or key in _FORCE_ZERO)
-        good = good and (value in words[key] if key in words else number)
-        if not good:
+        rule = _broken_rule(key, value, forced) if sign else "forced choices are key=value, split by commas"
+        if rule:
             raise AugTreeError(
                 "cannot read a forced plan",
                 values=f"--augtree-force {text!r}, at {item!r}",
-                rule=f"key=value pairs, each key once: {', '.join(FORCE_KEYS)}; phase is one of "
-                f"{', '.join(words['phase'])}, primitive one of {', '.join(words['primitive'])}, "
-                "keep_layers and keep_attention integers from 0, the others positive integers",
+                rule=rule,
                 remedy="correct or remove the pair",
             )
-        forced[key] = value if key in words else int(value)
+        forced[key] = value if key in _FORCE_WORDS else int(value)
     return forced
+
+
+def _broken_rule(key: str, value: str, forced: dict[str, int | str]) -> str:
+    """The rule that a pair of ``force`` breaks; empty where it breaks none."""
+    if key not in FORCE_KEYS:
+        return f"{key!r} is no key: {did_you_mean(key, FORCE_KEYS)}"
+    if key in forced:
+        return f"each key is given once, {key} is there twice"
+    if key in _FORCE_WORDS:
+        words = _FORCE_WORDS[key]
+        return "" if value in words else f"{key} is one of {', '.join(words)}"
+    least = 0 if key in _FORCE_ZERO else 1
+    # Not isdigit, which int does not follow; no pool has ranks, no group leaves of ten digits.
+    if not value.isdecimal() or len(value) >= 10 or int(value) < least:
+        return f"{key} is an integer of at most nine digits, at least {least}"
+    if key in ("chunks", "waves") and int(value) > MOST_PASSES:
+        return f"{key} is at most {MOST_PASSES}: every pass pays its launches in each layer"
+    return ""

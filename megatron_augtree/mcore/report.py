@@ -11,8 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_augtree.config import NO_CORE
 from megatron_augtree.mcore.schedule import AugTreeSchedule
+from megatron_augtree.planning import native
 from megatron_augtree.planning.plan import Plan, counted
+
+
+def slow_planning() -> list[str]:
+    """What a launcher says at its start where plans take long: a line, or none."""
+    return [NO_CORE] if native.core() is None else []
 
 
 @dataclass(frozen=True, kw_only=True)

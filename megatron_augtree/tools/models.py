@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from megatron_augtree.config import AugTreeConfig, InputError
+from megatron_augtree.config import AugTreeConfig, InputError, did_you_mean
 from megatron_augtree.planning.model import ModelShape
 
 
@@ -49,7 +49,7 @@ def find_model(name: str) -> PublicModel:
     raise InputError(
         "unknown model",
         values=f"--model {name}",
-        rule=f"a model is one of {', '.join(MODELS)}, or the path of a Hugging Face config.json",
+        rule=f"{did_you_mean(name, list(MODELS))}; or it is the path of a Hugging Face config.json",
         remedy="choose the one of the nearest sizes, or give the file",
     )
 
@@ -76,7 +76,7 @@ def _from_config(path: str) -> PublicModel:
             values=f"--model {path}: {type(e).__name__}: {e}",
             rule="the file is a Hugging Face config.json with num_hidden_layers, hidden_size, "
             "intermediate_size, num_attention_heads and vocab_size",
-            remedy=f"correct the file, or choose one of {', '.join(MODELS)}",
+            remedy="correct the file, or choose one of the models in --help",
         ) from e
     return model
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+from megatron_augtree.config import NO_CORE
+from megatron_augtree.planning import native
 from megatron_augtree.tools import cli
 
 MACHINE = "--ranks 2 --model smollm2-135m --cluster cpu --dtype float32"
@@ -13,11 +15,16 @@ STEP = f"--group 40:6,3x2 --group 12:5,9 {MACHINE}"
 ROWS, UNSHARED = 39 + 6 + 3 + 3 + 11 + 5 + 9, 45 + 42 + 42 + 16 + 20
 
 
+def said(stderr: str) -> str:
+    """What a command says on stderr beside that there is no C++ core, where there is none."""
+    return stderr if native.core() is not None else stderr.removeprefix(f"augtree: {NO_CORE}\n")
+
+
 def call(capsys, line: str, code: int = 0) -> str:
     """A command's stdout."""
     assert cli.main(line.split()) == code
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert said(captured.err) == ""
     return captured.out
 
 
@@ -30,6 +37,7 @@ def refused(capsys, line: str) -> str:
     """A command's error: four parts on stderr, nothing on stdout, status 2."""
     assert cli.main(line.split()) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "Traceback" not in captured.err
-    assert re.fullmatch(r"augtree: .+\n  values: .+\n  rule: .+\n  remedy: .+\n", captured.err, re.DOTALL)
-    return captured.err
+    error = said(captured.err)
+    assert captured.out == "" and "Traceback" not in error
+    assert re.fullmatch(r"augtree: .+\n  values: .+\n  rule: .+\n  remedy: .+\n", error, re.DOTALL)
+    return error

@@ -117,10 +117,24 @@ def test_explain_lists_candidates_best_first_and_says_why(capsys):
     assert fitting[0]["score"] == pytest.approx(1.0) and len(fitting) > 3
     assert [c["seconds"] for c in fitting] == sorted(c["seconds"] for c in fitting)
     assert all(c["score"] == pytest.approx(c["seconds"] / data["predicted_seconds"]) for c in fitting)
-    assert data["why"] in text and "is the fastest" in data["why"]
+    name, note = data["candidates"][0]["name"], data["note"]
+    assert data["why"] in text and f"; the fastest is {name}, " in data["why"]
+    assert f"\nthe plan is augtree: {note}\n" in data["why"]
     assert re.search(r"against .*ring.*: \d+\.\d\d x the time, .* more: more ", data["why"])
     shown = text[text.index(" candidates\n") :].splitlines()[2:5]
     assert [line.split()[0] for line in shown] == ["1", "2", "3"] and shown[0].endswith("yes")
+
+
+def test_explain_says_what_the_words_in_names_stand_for(capsys):
+    text = call(capsys, f"explain --group 40:6,3x2 {MACHINE} --force degree=2")
+    assert "\naugtree's candidates: one tree - the tree on its best block\n" in text
+    assert "augtree's candidates" not in call(capsys, f"explain {STEP} --mode ring")
+
+
+def test_nothing_to_compute_is_no_table(capsys):
+    assert call(capsys, "explain --group 1:0") == "nothing to compute\n"
+    text = call(capsys, "plan --group 1:0")
+    assert text.splitlines()[1] == "augtree: nothing to compute" and "pass  kind" not in text
 
 
 def test_the_parts_of_a_steps_time_add_up_and_name_what_costs(capsys):
@@ -138,7 +152,8 @@ def test_the_parts_of_a_steps_time_add_up_and_name_what_costs(capsys):
 def test_modes_to_compare_with_can_be_chosen(capsys):
     parts = answer(capsys, f"explain {STEP} --against ring,paper")["seconds_by_part"]
     assert list(parts) == ["the plan", "ring", "paper"]
-    assert "'rong' is not one of" in refused(capsys, f"explain {STEP} --against rong")
+    error = refused(capsys, f"explain {STEP} --against rong,ring")
+    assert "--against: invalid choice: 'rong'\n" in error and "did you mean ring? augtree explain" in error
     # of a baseline's own plan, the baseline is no alternative
     data = answer(capsys, f"explain {STEP} --mode ring --against ring,ring-reuse")
     assert list(data["seconds_by_part"]) == ["the plan", "ring-reuse"] and len(data["candidates"]) == 1
@@ -289,6 +304,7 @@ def test_doctor_finds_this_environment_sound(capsys):
     assert {"C++ core", "kernel te_fused", "kernel cuda_flash", "rich"} <= lines.keys()
     assert any(about.startswith("patch") for about in lines)
     (error,) = re.findall(r"difference (\S+) ", lines["parity"]["told"])
+    assert text.startswith("ok ")  # columns without names have no line
     assert 0 < float(error) <= 1e-10 and lines["parity"]["told"] in text
     assert data["verdict"] in ("all is well", "something is missing: see what to do")
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_augtree.config import MODES
 from megatron_augtree.tools import cli
 from megatron_augtree.tools.cli import output
 from megatron_augtree.tools.models import MODELS, model_shape
-from tests.tools.calling import STEP, answer, call, refused
+from tests.tools.calling import MACHINE, STEP, answer, call, refused, said
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = Path(__file__).with_name("command_line.txt")
@@ -50,7 +51,7 @@ def bare(line: str, hidden=("torch", "megatron", "rich", "matplotlib", "pybind11
 def test_only_numpy_is_needed(line):
     done = bare(line)
     assert done.returncode == 0, done.stderr
-    assert isinstance(json.loads(done.stdout), dict) and done.stderr == ""
+    assert isinstance(json.loads(done.stdout), dict) and said(done.stderr) == ""
 
 
 def test_the_demo_needs_nothing_else():
@@ -108,7 +109,20 @@ def test_what_needs_more_says_so():
     ("plan --groups nowhere.jsonl", "nowhere.jsonl"),
     ("plan --preset rog", "invalid choice"),
     ("plan --demo --ranks 0", "flags and values are as --help lists them"),
-    ("plan --demo --model gpt-9", "qwen2.5-7b"),
+    ("plan --demo --model gpt-9", "--help lists all 7"),
+    ("plan --demo --model qwen2", "did you mean qwen2.5-0.5b or qwen2.5-1.5b or qwen2.5-7b?"),
+    ("plan --demo --dtype fp16", "it is one of bfloat16, float32, float64"),
+    ("plan --demo --ranks 100000", "a pool has at most 16,384 ranks"),
+    ("plan --preset rag --num-groups 65537", "a step has at most 65,536 groups"),
+    ("plan --demo --num-groups 8", "it belongs to --preset"),
+    ("plan --demo --range 0:1", "it belongs to --groups"),
+    ("plan --group 30:5 --seed 1", "it belongs to --preset"),
+    ("plan --demo --force chunks=257", "chunks is at most 256"),
+    ("plan --group 30:5,6 --force chunks=30", "--force chunks=30, 29 prompt rows"),
+    ("plan --group 30:5,6 --force waves=3", "force at most waves=2"),
+    ("plan --demo --force degre=2", "did you mean degree?"),
+    ("plan --demo --mode ring --force degree=2", "only augtree's plans can be forced"),
+    ("--demo", "no command before --demo"),
     ("plan --demo --model nowhere.json", "nowhere.json"),
     ("plan --demo --tp 3", "--tp 3"),
     ("plan --demo --cluster h1000", "h100"),
@@ -128,7 +142,22 @@ def test_what_needs_more_says_so():
     ("trace nowhere.json --out x.json", "nowhere.json"),
 ])  # fmt: skip
 def test_bad_input_is_told_in_four_parts(capsys, line, part):
-    assert part in refused(capsys, line)
+    error = refused(capsys, line)
+    assert part in error
+    assert sum(f" {mode}" in error for mode in MODES) <= 3  # the nearest, not all
+
+
+def test_errors_name_the_flags_as_they_are_given_here(capsys):
+    for flag in ("--force x", "--memory-budget-gib nan", "--cluster h1000"):
+        error = refused(capsys, f"plan --demo {flag}")
+        assert f"values: {flag.split()[0]} " in error and "--augtree" not in error
+    refusal = refused(capsys, f"plan {STEP} --mode ring --context-parallel-size 2 --memory-budget-gib -1")
+    assert "--context-parallel-mode" not in refusal
+
+
+def test_passes_up_to_the_rows_and_responses_may_be_forced(capsys):
+    data = answer(capsys, f"plan --group 9:5,6 {MACHINE} --force chunks=8,waves=2")
+    assert [p["kind"] for p in data["passes"]] == ["chunk"] * 8 + ["replay"] * 2
 
 
 @pytest.mark.parametrize("text", ["", "[1", "[" * 100_000, "[]", "NaN", '{"traceEvents": [3]}',
@@ -149,7 +178,7 @@ def test_without_a_command_there_is_help(capsys):
 def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(f"{sys.executable} -m megatron_augtree explain {STEP} --json | head -c 10",
                           shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "" and len(done.stdout) == 10
+    assert done.returncode == 0 and said(done.stderr) == "" and len(done.stdout) == 10
 
 
 # ---- output

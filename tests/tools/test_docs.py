@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron_augtree.config import FORCE_KEYS, RECOMPUTE
+from megatron_augtree.config import FORCE_KEYS, MOST_PASSES, RECOMPUTE
 from megatron_augtree.planning.baselines import UNSHARED
 from tests.tools.calling import answer, call
 from tests.worth import PAGE, TABLES, rewritten
@@ -47,6 +47,14 @@ def test_what_gains_nothing_is_not_shared(capsys):
     assert data["mode"] in UNSHARED and data["degrees"] == [1]
     ours = min(c["seconds"] for c in data["candidates"] if c["name"].startswith("augtree"))
     assert 1 < ours / data["predicted_seconds"] < 1.05
+
+
+def test_the_planners_page_names_files_that_exist():
+    page = (DOCS / "planner.md").read_text()
+    planning = DOCS.parent / "megatron_augtree" / "planning"
+    names = set(re.findall(r"(?<![\w/])(\w+\.py)\b", page))
+    assert len(names) > 15 and [name for name in sorted(names) if not (planning / name).is_file()] == []
+    assert f"and {MOST_PASSES} |" in page
 
 
 def test_every_forced_key_has_a_line():

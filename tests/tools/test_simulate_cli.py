@@ -72,8 +72,9 @@ def test_cards_and_stages_reach_the_simulation(capsys):
 
 def test_what_simulate_refuses(capsys):
     assert "lock-step is not simulated" in refused(capsys, f"simulate {STEP} --lock-step")
-    assert "'rong' is not one of" in refused(capsys, f"simulate {STEP} --modes rong")
+    assert "did you mean ring?" in refused(capsys, f"simulate {STEP} --modes rong")
     assert "not a positive integer" in refused(capsys, f"simulate {STEP} --cards 0")
+    assert "the model has 30" in refused(capsys, f"simulate {STEP} --stages 31")
 
 
 @pytest.mark.parametrize("stages", [1, 2])

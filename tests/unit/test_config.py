@@ -9,11 +9,13 @@ import pytest
 from megatron_augtree.config import (
     FORCE_KEYS,
     MODES,
+    MOST_PASSES,
     AugTreeConfig,
     AugTreeError,
     InfeasiblePlanError,
     InputError,
     UnsupportedError,
+    did_you_mean,
     parse_force,
 )
 
@@ -68,12 +70,21 @@ def test_modes_and_keys_are_frozen():
     assert [AugTreeConfig(mode=mode).mode for mode in MODES] == list(MODES)
 
 
-@pytest.mark.parametrize("mode", ("augtre", "", "Ring", "unshared"))
-def test_an_unknown_mode_names_flag_value_and_choices(mode):
+@pytest.mark.parametrize(
+    ("mode", "near"),
+    [("augtre", "did you mean augtree? "), ("", ""), ("unshared", ""), ("rong", "did you mean ring? ")],
+)
+def test_an_unknown_mode_names_flag_value_and_the_nearest(mode, near):
     with pytest.raises(AugTreeError) as caught:
         AugTreeConfig(mode=mode)
     assert f"--context-parallel-mode {mode}" in str(caught.value)
-    assert all(name in caught.value.rule for name in MODES) and caught.value.remedy
+    assert caught.value.rule == f"{near}--help lists all {len(MODES)}" and caught.value.remedy
+
+
+def test_an_unknown_name_is_told_the_nearest_or_all_of_few():
+    assert did_you_mean("dcp", MODES) == "did you mean dcp-phased or dcp-fused? --help lists all 11"
+    assert did_you_mean("rong", MODES, "x --help") == "did you mean ring? x --help lists all 11"
+    assert did_you_mean("fulll", ("auto", "none", "full")) == "it is one of auto, none, full"
 
 
 @pytest.mark.parametrize(
@@ -88,8 +99,9 @@ def test_an_unknown_mode_names_flag_value_and_choices(mode):
     ],
 )
 def test_out_of_range(field, value, text):
-    with pytest.raises(AugTreeError, match=text):
+    with pytest.raises(AugTreeError) as caught:
         AugTreeConfig(**{field: value})
+    assert caught.value.values == text and caught.value.rule.startswith("it is ")  # no other setting
 
 
 def test_force_is_read():
@@ -116,28 +128,37 @@ def test_force_is_read():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "rule"),
     [
-        "degree",
-        "degree=",
-        "degree=0",
-        "degree=-1",
-        "degree=two",
-        "degree=1.5",
-        "degree=\N{SUPERSCRIPT TWO}",
-        "waves=" + "9" * 5000,
-        "degree=2,degree=4",
-        "width=2",
-        "primitive=ring",
-        "phase=both",
-        "=2",
-        "degree:2",
+        ("degree", "key=value"),
+        ("degree=", "degree is an integer"),
+        ("degree=0", "at least 1"),
+        ("degree=-1", "degree is an integer"),
+        ("degree=two", "degree is an integer"),
+        ("degree=1.5", "degree is an integer"),
+        ("degree=\N{SUPERSCRIPT TWO}", "degree is an integer"),
+        ("keep_layers=-1", "at least 0"),
+        ("waves=" + "9" * 5000, "at most nine digits"),
+        ("waves=257", "waves is at most 256"),
+        ("chunks=4000", "chunks is at most 256"),
+        ("degree=2,degree=4", "degree is there twice"),
+        ("degre=2", "did you mean degree? --help lists all 10"),
+        ("width=2", "'width' is no key: --help lists all 10"),
+        ("primitive=ring", "primitive is one of gather_kv, move_kv, move_q, local"),
+        ("phase=both", "phase is one of fused, phased"),
+        ("=2", "'' is no key"),
+        ("degree:2", "key=value"),
     ],
 )
-def test_a_force_that_cannot_be_read(text):
+def test_a_force_that_cannot_be_read(text, rule):
     with pytest.raises(AugTreeError) as caught:
         parse_force(text)
-    assert repr(text) in caught.value.values and all(key in caught.value.rule for key in FORCE_KEYS)
+    assert repr(text) in caught.value.values and rule in caught.value.rule and len(caught.value.rule) < 110
+
+
+def test_the_most_passes_may_be_forced():
+    assert parse_force(f"chunks={MOST_PASSES},waves={MOST_PASSES}") == dict.fromkeys(("chunks", "waves"), 256)
+    assert f"chunks and waves are at most {MOST_PASSES}" in " ".join(AugTreeConfig.__doc__.split())
 
 
 def test_an_error_has_four_parts():

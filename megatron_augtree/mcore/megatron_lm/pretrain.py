@@ -53,7 +53,7 @@ from megatron_augtree.mcore.megatron_lm.flags import (
     read_splits,
 )
 from megatron_augtree.mcore.patches import refuse_mindspeed
-from megatron_augtree.mcore.report import StepFigures, figures_of
+from megatron_augtree.mcore.report import StepFigures, figures_of, slow_planning
 from megatron_augtree.mcore.sampler import GroupSampler, StepBatch, model_shape, step_loader
 from megatron_augtree.mcore.schedule import AugTreeSchedule, forward_step
 from megatron_augtree.planning.plan import counted
@@ -91,15 +91,16 @@ class Run:
         return objective.longest_response(self.splits["train"])
 
     def describe(self) -> str:
-        """What runs, in a line."""
+        """What runs, in a line; and in another why plans take long."""
         args = self.args
         counts = ", ".join(f"{len(groups)} {name}" for name, groups in self.splits.items())
-        return (
-            f"AugTree: --context-parallel-mode {self.config.mode}; "
+        told = (
+            f"--context-parallel-mode {self.config.mode}; "
             f"{counted(args.context_parallel_size, 'rank')} a pool, at most "
             f"{self.config.degree or args.context_parallel_size} a block; {args.objective}; "
             f"groups: {counts}; {args.global_batch_size} a step"
         )
+        return "\n".join(f"AugTree: {line}" for line in [told, *slow_planning()])
 
 
 _run: Run | None = None

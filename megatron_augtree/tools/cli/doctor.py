@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from megatron_augtree.config import AugTreeError
+from megatron_augtree.config import NO_CORE, AugTreeError
 from megatron_augtree.planning import native
 from megatron_augtree.tools.cli import options
 from megatron_augtree.tools.cli.output import Answer, Table
@@ -85,8 +85,7 @@ def _versions() -> Iterator[Line]:
 def _core() -> Line:
     if native.core() is not None:
         return Line("C++ core", "ok", f"version {native.VERSION}")
-    return Line("C++ core", "absent", "plans are the same without it, and take longer: pip install pybind11, "
-                "then install megatron-augtree again where there is a C++ compiler")
+    return Line("C++ core", "absent", NO_CORE)
 
 
 def _kernels() -> Iterator[Line]:

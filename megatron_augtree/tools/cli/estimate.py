@@ -16,6 +16,7 @@ from megatron_augtree.planning.search import budget_of
 from megatron_augtree.planning.tree import ForestShape
 from megatron_augtree.tools.cli import options
 from megatron_augtree.tools.cli.output import Answer, Table, gib, ratio, several
+from megatron_augtree.tools.cli.progress import working
 from megatron_augtree.tools.lengths import Step
 
 HELP = "memory and shared rows of your lengths: is it worth it"
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> Answer:
     if shape.rows:
         tree = _heaviest(shape)
         data["largest_tree_rows"] = tree.total_rows
-        data["memory"] = memory(tree, model, cluster, args.ranks)
+        with working("pricing the memory of a pass"):
+            data["memory"] = memory(tree, model, cluster, args.ranks)
         data["smallest_degree"] = {
             kept: next((line["degree"] for line in data["memory"] if line[kept] <= budget), None)
             for kept in _KEPT

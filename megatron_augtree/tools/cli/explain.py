@@ -23,6 +23,20 @@ EXAMPLES = """\
   augtree explain --groups groups.jsonl.gz --memory-budget-gib 20"""
 #: Plain, one packed ring, Megatron's dynamic degrees with reuse, and balanced blocks in one pass.
 _AGAINST = "ring,ring-reuse,dynamic-reuse,dcp-fused"
+#: Words in names of augtree's candidates -> what they stand for.
+_WORDS = {
+    "one tree": "the tree on its best block",
+    "joint": "each tree on a block of its own width",
+    "degree": "all trees on blocks of so many ranks",
+    "in turn": "groups dealt as data parallelism deals them",
+    "shared passes": "trees of a block in fewer passes",
+    "searched": "which ones by local search",
+    "one pass a block": "all trees of a block in one pass",
+    "logits once": "waves so small that no logits are made again",
+    "shorter slots": "more waves for the longest passes",
+    "lock-step": "equal blocks, each with as many rounds",
+    "copies": "prompts that are computed on several blocks",
+}
 #: A link so fast that nothing is waited for, bytes a second.
 _FREE = 1 << 60
 
@@ -56,7 +70,11 @@ def run(args: argparse.Namespace) -> Answer:
     budget = budget_of(chosen.config, chosen.prices.cluster)
     over = {name: plan.peak_bytes for name, plan in plans.items() if plan.peak_bytes > budget}
     data["why"] = why(chosen, parts, over)
-    return Answer(data, [data["why"], _candidates(candidates, args.top), _parts_table(parts)])
+    if not parts:
+        return Answer(data, [data["why"]])
+    shown = _shown(candidates, args.top)
+    tables = [_candidates(shown, len(candidates)), *_glossary(shown), _parts_table(parts)]
+    return Answer(data, [data["why"], *tables])
 
 
 def parts_of(plan: Plan, prices: Prices, lock_step: bool = False) -> dict[str, float]:
@@ -117,17 +135,18 @@ def why(chosen: Chosen, parts: dict[str, dict[str, float]], over: dict[str, int]
 def _against_candidates(chosen: Chosen) -> str:
     fitting = [c for c in chosen.considered if c.fits]
     faster = [c for c in chosen.considered if not c.fits and c.time_ns < chosen.plan.seconds * 1e9]
-    told = f"{several(len(chosen.considered), 'candidate')}, {len(fitting)} within the memory budget: " \
-        f"{chosen.plan.mode}: {chosen.plan.note}"
+    name, plan = fitting[0].name, f"{chosen.plan.mode}: {chosen.plan.note}"
+    told = f"{several(len(chosen.considered), 'candidate')}, {len(fitting)} within the memory budget; " \
+        f"the fastest is {name}"
     second = _runner_up(fitting)
     if second is not None:
         ahead = ratio(second.time_ns, fitting[0].time_ns) - 1
         lead = f"{ahead:.1%} ahead of" if ahead >= 0.001 else "level with"
-        told += f" is the fastest, {lead} {second.name}"
+        told += f", {lead} {second.name}"
     if faster:
         told += f"; {several(len(faster), 'faster one')} would need more memory, " \
             f"the fastest {gib(min(faster, key=lambda c: c.time_ns).peak_bytes)}"
-    return told
+    return told if name == plan else f"{told}\nthe plan is {plan}"
 
 
 def _runner_up(fitting: list[Considered]) -> Considered | None:
@@ -152,15 +171,25 @@ def _difference(mine: dict[str, float], theirs: dict[str, float]) -> str:
     return told
 
 
-def _candidates(candidates: list[dict], top: int) -> Table:
+def _shown(candidates: list[dict], top: int) -> list[dict]:
     # Some differ in what the name does not say, such as what is kept: the fastest stands for them.
     named = {c["name"]: c for c in reversed(candidates)}
-    shown = [c for c in candidates if named[c["name"]] is c][:top]
+    return [c for c in candidates if named[c["name"]] is c][:top]
+
+
+def _candidates(shown: list[dict], count: int) -> Table:
     rows = [(str(number), c["name"], seconds(c["seconds"]), f"{c['score']:.3f}", gib(c["peak_bytes"]),
              "yes" if c["fits"] else "no") for number, c in enumerate(shown, start=1)]  # fmt: skip
     columns = ("", "candidate", "predicted", "of the winner", "peak", "fits")
-    title = f"{len(shown)} of {several(len(candidates), 'candidate')}"
+    title = f"{len(shown)} of {several(count, 'candidate')}"
     return Table(columns, rows, title, frozenset(("", "predicted", "of the winner", "peak")))
+
+
+def _glossary(shown: list[dict]) -> list[str]:
+    """What the words in the names shown stand for; peers are named by their modes."""
+    names = " ".join(c["name"] for c in shown if c["name"].startswith("augtree: "))
+    told = [f"{word} - {meaning}" for word, meaning in _WORDS.items() if word in names]
+    return [f"augtree's candidates: {'; '.join(told)}"] if told else []
 
 
 def _parts_table(parts: dict[str, dict[str, float]]) -> Table:

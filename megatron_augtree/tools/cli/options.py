@@ -8,6 +8,7 @@ import re
 from megatron_augtree.config import FORCE_KEYS, MODES, AugTreeConfig, InputError
 from megatron_augtree.data.groups import parse_range, read_groups
 from megatron_augtree.data.workloads import TREES, WORKLOADS, rollout_trees, workload
+from megatron_augtree.planning.cluster import PRESETS
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.tools.lengths import Step, step_of_groups, step_of_lengths, step_of_rollouts
 from megatron_augtree.tools.models import DTYPES, MODELS, model_shape
@@ -20,6 +21,10 @@ DEMO = (
 )
 #: No group, response or multiplier has more digits.
 _DIGITS = 9
+#: More than any run has ranks with the same parameters, or groups a step: planning them would take minutes.
+MOST_RANKS, MOST_GROUPS = 16_384, 65_536
+#: Flags of a group file and of a preset, and their defaults.
+_ALL, _GROUPS, _SEED = ":", 64, 0
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +36,12 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--group", action="append", default=[], metavar="P:R1,R2xN,...",
                        help="a group in one word; may be repeated")
     group.add_argument("--groups", metavar="FILE", help="a group file (JSON lines, plain or .gz)")
-    group.add_argument("--range", default=":", metavar="A:B", help="groups A to B-1 of it (default all)")
+    group.add_argument("--range", default=_ALL, metavar="A:B", help="groups A to B-1 of it (default all)")
     group.add_argument("--preset", choices=(*WORKLOADS, TREES), metavar="NAME",
                        help=f"seeded ragged lengths: {', '.join((*WORKLOADS, TREES))}")
-    group.add_argument("--num-groups", type=positive, default=64, metavar="N",
-                       help="groups of a preset (default 64)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of a preset (default 0)")
+    group.add_argument("--num-groups", type=_num_groups, default=_GROUPS, metavar="N",
+                       help=f"groups of a preset (default {_GROUPS})")
+    group.add_argument("--seed", type=int, default=_SEED, metavar="N", help=f"of a preset (default {_SEED})")
     group.add_argument("--demo", action="store_true", help="three built-in groups")
 
 
@@ -50,9 +55,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16",
                        help="of activations (default bfloat16)")
     group.add_argument("--cluster", default="h100", metavar="NAME",
-                       help="constants of the machine: a preset (cpu, a100, h100, ...) or a file that "
-                       "calibrate wrote (default h100)")
-    group.add_argument("--ranks", type=positive, default=8, metavar="N",
+                       help=f"constants of the machine: {', '.join(PRESETS)}, or a file that calibrate wrote "
+                       "(default h100)")
+    group.add_argument("--ranks", type=_ranks, default=8, metavar="N",
                        help="ranks that hold the same parameters: data- times context-parallel (default 8)")
     group.add_argument("--memory-budget-gib", type=float, default=0.0, metavar="G",
                        help="memory above the built model, GiB a rank (default the machine's)")
@@ -88,12 +93,31 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> int:
+    return _at_most(MOST_RANKS, text, "--ranks", "a pool has", "ranks: those that hold the same parameters",
+                    "leave out the ranks of tensor and pipeline parallelism")
+
+
+def _num_groups(text: str) -> int:
+    return _at_most(MOST_GROUPS, text, "--num-groups", "a step has", "groups", "plan a step, not a data set")
+
+
+def _at_most(most: int, text: str, flag: str, who: str, what: str, remedy: str) -> int:
+    number = positive(text)
+    if number > most:
+        raise InputError("a number is out of range", values=f"{flag} {text}",
+                         rule=f"{who} at most {most:,} {what}", remedy=remedy)
+    return number
+
+
 def modes(text: str) -> list[str]:
     """A list of modes, or ``all``, as argparse's `type`."""
     found = list(MODES) if text == "all" else text.split(",")
     unknown = [mode for mode in found if mode not in MODES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(MODES)}, all")
+        # In argparse's own words, so that it is told like any other choice.
+        known = ", ".join((*MODES, "all"))
+        raise argparse.ArgumentTypeError(f"invalid choice: {unknown[0]!r} (choose from {known})")
     return found
 
 
@@ -116,8 +140,9 @@ def step_of(args: argparse.Namespace) -> Step:
             "which groups?",
             values=" and ".join(chosen) or "no flag names any",
             rule="groups come from one of --prompt with --responses, --group, --groups, --preset, --demo",
-            remedy="give one, for example --prompt 32768 --responses 512,480x3,1024",
+            remedy="give one, for example --demo, or --prompt 32768 --responses 512,480x3,1024",
         )
+    _refuse_stray(args)
     if args.demo:
         return step_of_lengths(DEMO)
     if args.preset == TREES:
@@ -134,6 +159,18 @@ def step_of(args: argparse.Namespace) -> Step:
         raise InputError("half a group", values=f"{only} alone", rule="a group has a prompt and responses",
                          remedy="give both --prompt and --responses")
     return step_of_lengths([(args.prompt, lengths_of(args.responses, "--responses"))])
+
+
+def _refuse_stray(args: argparse.Namespace) -> None:
+    """Flags of a group file, or of a preset, beside other groups would do nothing."""
+    for stray, owner, given in (
+        (args.range != _ALL, "--groups", f"--range {args.range}"),
+        (args.num_groups != _GROUPS, "--preset", f"--num-groups {args.num_groups}"),
+        (args.seed != _SEED, "--preset", f"--seed {args.seed}"),
+    ):
+        if stray and getattr(args, owner.lstrip("-")) is None:
+            raise InputError("a flag that does nothing here", values=given, rule=f"it belongs to {owner}",
+                             remedy=f"leave it out, or give {owner}")
 
 
 def _group(text: str) -> tuple[int, list[int]]:
@@ -180,5 +217,8 @@ def config_of(args: argparse.Namespace) -> AugTreeConfig:
         recompute="auto" if args.recompute == "auto" else "flags",
         lock_step=args.lock_step,
     )
-    config.forced()
+    if config.forced() and config.mode != "augtree":
+        raise InputError("a forced plan of a peer", values=f"--force {args.force}, --mode {args.mode}",
+                         rule="only augtree's plans can be forced; a peer has --context-parallel-size",
+                         remedy="leave out one of the two")
     return config

@@ -68,7 +68,8 @@ def _rich_table(table: Table) -> Any:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    made = RichTable(title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    made = RichTable(title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False,
+                     show_header=any(table.columns))
     for column in table.columns:
         made.add_column(column, justify="right" if column in table.right else "left", overflow="fold")
     for row in table.rows:
@@ -77,7 +78,7 @@ def _rich_table(table: Table) -> Any:
 
 
 def _plain_table(table: Table) -> str:
-    lines = [table.columns, *table.rows]
+    lines = [*([table.columns] if any(table.columns) else []), *table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
     text = [table.title] if table.title else []
     for line in lines:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Answer:
     if args.png:
         _picture(chosen, args.png)
         notes.append(f"picture written to {args.png}")
-    return Answer(data, [_head(data), *_table(data), *notes])
+    return Answer(data, [_head(data), *(_table(data) if plan.passes else []), *notes])
 
 
 def summary(chosen: Chosen) -> dict:
@@ -99,12 +99,12 @@ def _passes(plan: Plan) -> list[dict]:
 
 
 def _head(data: dict) -> str:
-    saved, degrees = data["rows_saved_share"], ", ".join(map(str, data["degrees"])) or "none"
+    saved, degrees = data["rows_saved_share"], ", ".join(map(str, data["degrees"]))
     lines = [
         f"{several(data['groups'], 'group')}, {several(data['sequences'], 'response')} on "
         f"{several(data['ranks'], 'rank')} ({data['cluster']}): {data['rows']:,} rows computed where the "
         f"un-shared run computes {data['unshared_rows']:,} ({saved:.1%} saved)",
-        f"{data['mode']}: {data['note']}; blocks of {degrees}",
+        f"{data['mode']}: {data['note']}" + (f"; blocks of {degrees}" if degrees else ""),
         f"predicted {seconds(data['predicted_seconds'])} a step, peak {gib(data['peak_bytes'])} a rank above "
         f"the model, {data['idle_share']:.1%} idle; planned in {seconds(data['plan_seconds'])}",
     ]
@@ -137,7 +137,7 @@ def _moves(p: dict) -> str:
 
 def _keeps(p: dict) -> str:
     """What stays from forward to backward, in words."""
-    parts = [] if p["keep_layers"] < 0 else [f"{p['keep_layers']} layers whole"]
+    parts = [] if p["keep_layers"] < 0 else [f"{several(p['keep_layers'], 'layer')} whole"]
     parts += [f"{p['keep_attention']} attention"] if p["keep_attention"] else []
     parts += [] if p["keep"] or len(p["block"]) == 1 else ["nothing received"]
     parts += ["on the host"] if p["offload"] else []

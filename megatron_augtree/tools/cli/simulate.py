@@ -15,6 +15,7 @@ from megatron_augtree.tools.cli import options
 from megatron_augtree.tools.cli.choose import Chosen, choose_for
 from megatron_augtree.tools.cli.files import written
 from megatron_augtree.tools.cli.output import Answer, Table, gib, ratio, seconds, several
+from megatron_augtree.tools.cli.progress import working
 
 HELP = "every mode's plan played in time: waiting, traffic, memory, distance to the bound"
 EXAMPLES = """\
@@ -92,6 +93,10 @@ def play(args: argparse.Namespace) -> tuple[dict[str, Played], dict[str, str]]:
                          rule="a pass begins where the ranks of its block are free",
                          remedy="leave it out, or see `augtree plan --lock-step`")
     step, model = options.step_of(args), replace(options.model_of(args), stages=args.stages)
+    if args.stages > model.layers:
+        raise InputError("more pipeline stages than layers", values=f"--stages {args.stages}",
+                         rule=f"a stage has at least a layer, and the model has {model.layers}",
+                         remedy="choose fewer stages")
     played, left_out = {}, {}
     for mode in dict.fromkeys((args.mode, *args.modes)):
         here = config if mode == args.mode else replace(config, mode=mode, force="")
@@ -102,7 +107,8 @@ def play(args: argparse.Namespace) -> tuple[dict[str, Played], dict[str, str]]:
                 raise
             left_out[mode] = f"{error.what}; {error.rule}"
             continue
-        played[mode] = Played(chosen, simulate(chosen.plan, chosen.prices, cards=args.cards or 0))
+        with working(f"simulating {mode}"):
+            played[mode] = Played(chosen, simulate(chosen.plan, chosen.prices, cards=args.cards or 0))
     return played, left_out
 
 
