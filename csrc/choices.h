@@ -4,9 +4,7 @@
 // out there, and so are repetitions; what is to be settled needs every offer.
 #pragma once
 
-#include <deque>
-
-#include "priced.h"
+#include "estimates.h"
 
 namespace augtree {
 
@@ -20,11 +18,12 @@ public:
 
     // An offer of `below` or more may be left out where only the cheapest counts.
     Search(Jobs& jobs, const Nodes& nodes, i64 width, Aim aim, i64 below = INT64_MAX)
-        : jobs_(jobs), o_(jobs.options), width_(width), aim_(aim), below_(below) {
+        : jobs_(jobs), o_(jobs.options), width_(width), aim_(aim), below_(below),
+          estimates_(jobs.estimates()) {
         jobs.split_inner(nodes, inner_, leaves_);
         const bool tree = !inner_.empty() && !leaves_.empty();
         if (width < o_.least) return;
-        estimates_.emplace(jobs, inner_, leaves_, width);
+        estimates_.start(inner_, leaves_, width);
         ways_ = ways();
         if (o_.fused || !tree) fused();
         if (tree && asks_for_waves()) phased();
@@ -69,8 +68,20 @@ private:
     // What was tried: so many times, with these offers each time.
     struct Tried {
         Choice choice;
+        const Group *spine, *waves;
         Offers offers;
         int times;
+        Phased phased(const Jobs& jobs) const { return {jobs, choice, *spine, *waves}; }
+    };
+
+    // What may lead to others: the leanest, and the cheapest that fits.
+    struct Seed {
+        const Choice* choice = nullptr;
+        const Group *spine = nullptr, *waves = nullptr;
+        Terms terms{};
+    };
+    struct Seeds {
+        Seed lean, cheap;
     };
 
     bool consider(const Offer& offer) {
@@ -78,6 +89,12 @@ private:
         if (offer.peak > o_.room || (best && offer.cost >= best->cost)) return false;
         best = offer;
         return true;
+    }
+
+    bool consider(const Choice& choice, const Terms& terms) {
+        const bool cheaper = terms.peak <= o_.room && (!best || terms.cost < best->cost);
+        if (aim_ == kCheapest && !cheaper) return false;
+        return consider(offer_of(jobs_, choice, terms));
     }
 
     bool too_dear(i64 least_cost) const { return aim_ == kCheapest && best && least_cost >= best->cost; }
@@ -136,7 +153,7 @@ private:
 
     void fused() {
         for (const auto& [lane, wide] : lanes(inner_)) {
-            const TypicalRows rows = estimates_->fused(lane, wide);
+            const TypicalRows& rows = estimates_.fused(lane, wide);
             if (best && aim_ == kCheapest && least_cost(rows) >= best->cost) continue;
             for (const Way& way : ways_) {
                 Choice choice;
@@ -155,7 +172,7 @@ private:
     i64 least_cost(const TypicalRows& rows) const {
         PassSpec p;
         p.primitive = GATHER_KV;
-        TypicalLoads loads = rows.loads(p);
+        TypicalLoads loads = estimates_.loads(rows, p);
         for (RankLoad& x : loads.ranks) x.kv_in = x.kv_out = x.kv_far_in = x.kv_far_out = x.messages = 0;
         return least_cost(PassPrice(jobs_.constants, loads.ranks, loads.count, 0, p, false));
     }
@@ -170,8 +187,8 @@ private:
         for (bool keep : {true, false}) {
             if (!keep && !o_.lean) break;
             choice.keep = keep;
-            const PassPrice price = estimates_->price(rows, spec_of(choice, kFused), false);
-            if (keep) hidden = price.hidden();
+            const PassPrice price = estimates_.price(rows, spec_of(choice, kFused), false);
+            if (keep) hidden = !price.shown();
             // Giving up what was received costs no less.
             if (too_dear(least_cost(price))) break;
             const Offer offer = fused_offer(jobs_, choice, price);
@@ -189,70 +206,66 @@ private:
 
     void phased() {
         const bool several = jobs_.constants.stages > 1;
+        std::vector<Choice> choices;
+        for (std::size_t i = 0; i < (several ? o_.chunks.size() : 1); ++i) add_waves(o_.chunks[i], choices);
+        Seeds gathers, queries;
+        for (const Choice& choice : choices) first(choice, choice.primitive == MOVE_Q ? queries : gathers);
         std::vector<Tried> seeds, more;
-        const Offer *cheap[2] = {nullptr, nullptr}, *lean[2] = {nullptr, nullptr};  // of gathers, of queries sent
-        std::deque<Tried> tried;
-        for (std::size_t i = 0; i < (several ? o_.chunks.size() : 1); ++i) {
-            for (const Choice& choice : waves(o_.chunks[i])) {
-                const bool queries = choice.primitive == MOVE_Q;
-                tried.push_back({choice, first_offers(choice, cheap[queries]), 1});
-                for (const Offer& offer : tried.back().offers) {
-                    consider(offer);
-                    if (!lean[queries] || offer.peak < lean[queries]->peak) lean[queries] = &offer;
-                    const bool fits = offer.peak <= o_.room;
-                    if (fits && (!cheap[queries] || offer.cost < cheap[queries]->cost)) cheap[queries] = &offer;
-                }
-            }
-        }
-        for (const bool queries : {false, true}) {
-            for (const Offer* offer : {lean[queries], cheap[queries]}) {
-                if (offer) seeds.push_back({offer->choice, {{*offer}, 1}, 1});
+        seeds.reserve(16);
+        more.reserve(16);
+        for (const Seeds* found : {&gathers, &queries}) {
+            for (const Seed& seed : {found->lean, found->cheap}) {
+                if (!seed.choice) continue;
+                seeds.push_back({*seed.choice, seed.spine, seed.waves, {{seed.terms}, 1}, 1});
             }
         }
         for (std::size_t i = 0; i < seeds.size(); ++i) {
             if (aim_ == kCheapest && i > 0 && same_passes(seeds[i].choice, seeds[i - 1].choice)) continue;
-            const Choice& seed = seeds[i].choice;
-            const Phased phased(jobs_, seed, estimates_->spine(seed), estimates_->waves(seed));
+            const Tried& seed = seeds[i];
+            const Phased phased = seed.phased(jobs_);
             if (hopeless(phased.bare_cost())) continue;
-            if (!several && phased.spine_is_heavy()) other_chunks(seed, more);
-            if (phased.shows_traffic()) other_ways(seed, more);
+            if (!several && phased.spine_is_heavy()) other_chunks(seed.choice, more);
+            if (phased.shows_traffic()) other_ways(seed.choice, more);
         }
         seeds.insert(seeds.end(), more.begin(), more.end());
         if (o_.lean && width_ > 1) {
-            const std::vector<Tried> fat = seeds;
-            for (const Tried& seed : fat) {
-                if (hopeless(bare_cost(seed.choice))) continue;
-                Choice choice = seed.choice;
+            for (std::size_t i = 0, fat = seeds.size(); i < fat; ++i) {
+                if (hopeless(seeds[i].phased(jobs_).bare_cost())) continue;
+                Choice choice = seeds[i].choice;
                 choice.keep = 0;
-                attempt(choice, seed.times * wanting(seed.offers), seeds);
+                attempt(choice, seeds[i].times * wanting(seeds[i].offers), seeds);
             }
         }
         if (!o_.offload || !jobs_.constants.has_host) return;
-        std::vector<Tried> rested;
+        more.clear();
         for (const Tried& seed : seeds) {
-            if (hopeless(bare_cost(seed.choice))) continue;
+            if (hopeless(seed.phased(jobs_).bare_cost())) continue;
             Choice choice = seed.choice;
             choice.offload = 1;
-            attempt(choice, seed.times * wanting(seed.offers), rested);
+            attempt(choice, seed.times * wanting(seed.offers), more);
         }
     }
 
-    i64 bare_cost(const Choice& choice) {
-        return Phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice)).bare_cost();
+    // A choice of prefill and waves. A cost matters that may be the lowest, of all or of its primitive.
+    void first(const Choice& choice, Seeds& seeds) {
+        const Group &spine = estimates_.spine(choice), &waves = estimates_.waves(choice);
+        const Phased phased(jobs_, choice, spine, waves);
+        const i64 least = phased.least_cost();
+        const bool matters = !(hopeless(least) && seeds.cheap.choice && least >= seeds.cheap.terms.cost);
+        for (const Terms& terms : phased.offers(matters)) {
+            consider(choice, terms);
+            const bool leaner = !seeds.lean.choice || terms.peak < seeds.lean.terms.peak;
+            if (leaner) seeds.lean = {&choice, &spine, &waves, terms};
+            const bool cheaper = !seeds.cheap.choice || terms.cost < seeds.cheap.terms.cost;
+            if (terms.peak <= o_.room && cheaper) seeds.cheap = {&choice, &spine, &waves, terms};
+        }
     }
 
     // How many offers do not fit or run layers again: others may want less memory.
     int wanting(const Offers& offers) const {
-        return static_cast<int>(std::count_if(offers.begin(), offers.end(), [&](const Offer& o) {
-            return o.peak > o_.room || repeats(o.choice.keep_layers) || repeats(o.choice.wave_layers);
+        return static_cast<int>(std::count_if(offers.begin(), offers.end(), [&](const Terms& o) {
+            return o.peak > o_.room || repeats(jobs_.said(o.own).whole) || repeats(jobs_.said(o.wave).whole);
         }));
-    }
-
-    // Offers of prefill and waves. A cost matters that may be the lowest, of all or of its primitive.
-    Offers first_offers(const Choice& choice, const Offer* cheap) {
-        const Phased phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice));
-        const i64 least = phased.least_cost();
-        return phased.offers(!(hopeless(least) && cheap && least >= cheap->cost));
     }
 
     static bool same_passes(const Choice& a, const Choice& b) {
@@ -288,18 +301,18 @@ private:
     // list of what may be settled counts there.
     void attempt(const Choice& choice, int times, std::vector<Tried>& into) {
         if (!times) return;
-        const Phased phased(jobs_, choice, estimates_->spine(choice), estimates_->waves(choice));
+        const Group &spine = estimates_.spine(choice), &waves = estimates_.waves(choice);
+        const Phased phased(jobs_, choice, spine, waves);
         if (hopeless(phased.least_cost())) return;
         if (aim_ == kCheapest) times = 1;
-        into.push_back({choice, phased.offers(true), times});
-        const Offers offers = into.back().offers;
+        const Offers offers = phased.offers(true);
         for (int i = 0; i < times; ++i) {
-            for (const Offer& offer : offers) consider(offer);
+            for (const Terms& terms : offers) consider(choice, terms);
         }
+        into.push_back({choice, &spine, &waves, offers, times});
     }
 
-    std::vector<Choice> waves(i64 chunks) const {
-        std::vector<Choice> found;
+    void add_waves(i64 chunks, std::vector<Choice>& found) const {
         std::vector<i64> counts;
         for (i64 waves : o_.waves) {
             const i64 count = std::min(waves, static_cast<i64>(leaves_.size()));
@@ -331,7 +344,6 @@ private:
                 }
             }
         }
-        return found;
     }
 
     bool queries_are_few(i64 waves) const {
@@ -347,7 +359,7 @@ private:
     i64 below_;
     Nodes inner_, leaves_;
     std::vector<Way> ways_;
-    std::optional<Estimates> estimates_;
+    Estimates& estimates_;
     std::vector<Offer> offers_;
     i64 unrepeated_ = 0;
 };

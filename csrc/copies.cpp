@@ -4,7 +4,7 @@
 #include <numeric>
 #include <set>
 
-#include "pricing.h"
+#include "placing.h"
 
 namespace augtree {
 

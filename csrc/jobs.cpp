@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "choices.h"
+#include "counted.h"
 
 namespace augtree {
 
@@ -20,6 +21,11 @@ i64 cost_of(const std::vector<Job>& jobs) {
 
 std::optional<Offer> Jobs::estimate(const Nodes& nodes, i64 width, i64 below) {
     return Search(*this, nodes, width, Search::kCheapest, below).best;
+}
+
+Estimates& Jobs::estimates() {
+    if (!estimates_) estimates_ = std::make_shared<Estimates>(*this);
+    return *estimates_;
 }
 
 std::optional<Offer> Jobs::best(const Nodes& nodes, i64 width) {
@@ -45,7 +51,7 @@ Offer Jobs::settle(const Nodes& nodes, const Choice& choice) {
 }
 
 // Of a choice's offers: one that fits, if any.
-Offer Jobs::cheapest(const Offers& offers) const {
+Offer Jobs::cheapest(const std::vector<Offer>& offers) const {
     return *std::min_element(offers.begin(), offers.end(), [&](const Offer& a, const Offer& b) {
         const bool fat = a.peak > options.room, fatter = b.peak > options.room;
         return fat != fatter ? fat < fatter : a.cost < b.cost;

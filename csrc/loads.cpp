@@ -1,24 +1,22 @@
 // What every rank of a pass does in one layer: the twin of planning/loads.py and planning/viewers.py.
 #include <algorithm>
 
+#include "loads.h"
 #include "masks.h"
-#include "pricing.h"
 
 namespace augtree {
 
-PassRows::PassRows(
-    const Forest& f, const Constants& c, const Placement& placement, std::vector<const Placement*> states, i64 start)
-    : f_(f), c_(c), placement_(placement), states_(std::move(states)), world_(static_cast<int>(placement_.size())),
-      words_((world_ + 63) / 64), none_(words_, 0) {
-    for (int rank = 0; rank < world_; ++rank) {
-        const i64 number = (start + rank) / c.node_ranks;
-        if (machines_.empty() || number != (start + rank - 1) / c.node_ranks) machines_.push_back({rank, rank, {}});
-        machines_.back().end = rank + 1;
-        node_of_.push_back(static_cast<int>(machines_.size()) - 1);
-    }
-    for (Machine& m : machines_) {
-        m.ranks.assign(words_, 0);
-        for (int rank = m.first; rank < m.end; ++rank) set(m.ranks.data(), rank);
+PassRows::PassRows(const Forest& f, const Constants& c, const Placement& placement, const Placements& states,
+                   i64 start, Memory* memory)
+    : f_(f), c_(c), placement_(placement), memory_(memory), kinds_({&placement}, memory),
+      world_(static_cast<int>(placement.size())), words_((world_ + 63) / 64), none_(words_, 0, memory) {
+    kinds_.insert(kinds_.end(), states.begin(), states.end());
+    node_of_.reserve(world_);
+    for (i64 rank = 0; rank < world_;) {
+        const i64 end = std::min<i64>(world_, rank + c.node_ranks - (start + rank) % c.node_ranks);
+        node_of_.resize(end, static_cast<int>(machines_.size()));
+        machines_.push_back({static_cast<int>(rank), static_cast<int>(end)});
+        rank = end;
     }
     machine_nodes_ = static_cast<int>(machines_.size());
     limits();
@@ -30,24 +28,20 @@ PassRows::PassRows(
 // How many of a machine node's ranks are in a mask.
 i64 PassRows::of_machine(const std::uint64_t* mask, const Machine& m) const {
     i64 found = 0;
-    for (int w = m.first >> 6; w <= (m.end - 1) >> 6; ++w) found += bits(mask[w] & m.ranks[w]);
+    for (int w = m.first >> 6; w <= (m.end - 1) >> 6; ++w) found += bits(mask[w] & m.in_word(w));
     return found;
 }
 
 // The lowest and the highest node that is held or above one that is: arrays by node have these only.
 void PassRows::limits() {
     int lowest = static_cast<int>(f_.rows.size()), highest = -1;
-    const auto look = [&](const Placement& held) {
-        for (const auto& spans : held) {
-            for (const Span& s : spans) {
-                const std::vector<int>& above = f_.ancestors[s.node];
-                lowest = std::min(lowest, above.empty() ? s.node : above.front());
-                highest = std::max(highest, s.node);
-            }
+    for (const Placement* held : kinds_) {
+        for (const Span& s : held->spans) {
+            const std::vector<int>& above = f_.ancestors[s.node];
+            lowest = std::min(lowest, above.empty() ? s.node : above.front());
+            highest = std::max(highest, s.node);
         }
-    };
-    look(placement_);
-    for (const Placement* state : states_) look(*state);
+    }
     lowest_ = lowest;
     local_.assign(std::max(highest - lowest + 1, 0), -1);
 }
@@ -62,7 +56,10 @@ void PassRows::index() {
         }
         return known;
     };
-    std::vector<int> stamp(local_.size(), -1);
+    Vec<int> stamp(local_.size(), -1, memory_);
+    own_.reserve(placement_.spans.size());
+    own_at_.reserve(world_ + 1);
+    whole_at_.reserve(world_ + 1);
     for (int rank = 0; rank < world_; ++rank) {
         const std::size_t first = own_.size();
         own_at_.push_back(first);
@@ -93,12 +90,12 @@ void PassRows::index() {
 
 // [index] ranks that see a part of a node, by how far down; and all ranks that see its keys from there on.
 void PassRows::readers() {
-    Mask whole(static_cast<std::size_t>(nodes_) * words_, 0);
+    Mask whole(static_cast<std::size_t>(nodes_) * words_, 0, memory_);
     reader_at_.assign(nodes_ + 1, 0);
     for (const Own& own : own_) reader_at_[own.index + 1] += own.partly;
     for (int i = 0; i < nodes_; ++i) reader_at_[i + 1] += reader_at_[i];
     readers_.resize(reader_at_[nodes_]);
-    std::vector<std::size_t> next(reader_at_.begin(), reader_at_.end() - 1);
+    Vec<std::size_t> next(reader_at_.begin(), reader_at_.end() - 1, memory_);
     // Of a node in zigzag the last rank sees least.
     for (int rank = world_ - 1; rank >= 0; --rank) {
         for (std::size_t k = whole_at_[rank]; k < whole_at_[rank + 1]; ++k) set(&whole[whole_[k] * words_], rank);
@@ -132,15 +129,18 @@ PassRows::Viewers PassRows::viewers(const Span& s) const {
     const int i = local_[s.node - lowest_];
     if (i < 0) return {none_.data(), 0};
     const auto first = readers_.begin() + reader_at_[i], end = readers_.begin() + reader_at_[i + 1];
-    const auto from = std::lower_bound(first, end, s.hi, [](const Reader& x, i64 hi) { return x.far < hi; });
+    auto from = first;  // of a cut node, half of the rows are seen by all ranks
+    if (first != end && first->far < s.hi) {
+        from = std::lower_bound(first, end, s.hi, [](const Reader& x, i64 hi) { return x.far < hi; });
+    }
     const std::size_t at = static_cast<std::size_t>(from - readers_.begin()) + i;
     return {&seen_[at * words_], seen_count_[at]};
 }
 
 void PassRows::basic() {
-    std::vector<i64> holders(nodes_, 0);
+    Vec<i64> holders(nodes_, 0, memory_);
     for (const Own& own : own_) holders[own.index] += 1;
-    std::vector<i64> mine(local_.size(), 0), held(local_.size(), 0);
+    Vec<i64> mine(local_.size(), 0, memory_), held(local_.size(), 0, memory_);
     basic_.resize(world_);
     for (int rank = 0; rank < world_; ++rank) {
         RankLoad& x = basic_[rank];
@@ -150,8 +150,8 @@ void PassRows::basic() {
         }
         const Own *first = own_.data() + own_at_[rank], *end = own_.data() + own_at_[rank + 1];
         for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = own->rows;
-        for (const Placement* state : states_) {
-            for (const Span& s : (*state)[rank]) held[s.node - lowest_] += s.hi - s.lo;
+        for (std::size_t k = 1; k < kinds_.size(); ++k) {
+            for (const Span& s : (*kinds_[k])[rank]) held[s.node - lowest_] += s.hi - s.lo;
         }
         i64 below = 0;
         for (const Own* own = first; own != end; ++own) {
@@ -181,8 +181,8 @@ void PassRows::basic() {
         x.merged = x.rows + below;
         x.merged_a_landing = below;
         for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = 0;
-        for (const Placement* state : states_) {
-            for (const Span& s : (*state)[rank]) held[s.node - lowest_] = 0;
+        for (std::size_t k = 1; k < kinds_.size(); ++k) {
+            for (const Span& s : (*kinds_[k])[rank]) held[s.node - lowest_] = 0;
         }
     }
 }
@@ -193,13 +193,14 @@ struct PassRows::Keys {
         i64 hi, rows;
         int rank;
     };
-    std::vector<Key> all;           // by node, then by end
-    std::vector<std::size_t> at;    // [index] where a node's begin
-    std::vector<i64> group, total;  // [index, machine node], [index] rows
+    explicit Keys(Memory* memory) : all(memory), at(memory), group(memory), total(memory) {}
+    Vec<Key> all;           // by node, then by end
+    Vec<std::size_t> at;    // [index] where a node's begin
+    Vec<i64> group, total;  // [index, machine node], [index] rows
 };
 
-PassRows::Keys PassRows::keys_of(const std::vector<const Placement*>& kinds) const {
-    Keys keys;
+PassRows::Keys PassRows::keys_of(const Placements& kinds) const {
+    Keys keys(memory_);
     keys.at.assign(nodes_ + 1, 0);
     keys.group.assign(static_cast<std::size_t>(nodes_) * machine_nodes_, 0);
     keys.total.assign(nodes_, 0);
@@ -216,13 +217,13 @@ PassRows::Keys PassRows::keys_of(const std::vector<const Placement*>& kinds) con
     }
     for (int i = 0; i < nodes_; ++i) keys.at[i + 1] += keys.at[i];
     keys.all.resize(keys.at[nodes_]);
-    std::vector<std::size_t> next(keys.at.begin(), keys.at.end() - 1);
+    Vec<std::size_t> next(keys.at.begin(), keys.at.end() - 1, memory_);
     // The order of zigzag chunks: all but the last of each rank upwards, the last ones downwards.
     for (auto kind = kinds.rbegin(); kind != kinds.rend(); ++kind) {
         for (const bool last : {false, true}) {
             for (int k = 0; k < world_; ++k) {
                 const int rank = last ? world_ - 1 - k : k;
-                const std::vector<Span>& spans = (**kind)[rank];
+                const Placement::Spans spans = (**kind)[rank];
                 for (std::size_t j = 0; j < spans.size(); ++j) {
                     const Span& s = spans[j];
                     const int i = local_[s.node - lowest_];
@@ -240,16 +241,14 @@ PassRows::Keys PassRows::keys_of(const std::vector<const Placement*>& kinds) con
     return keys;
 }
 
-void PassRows::gather(std::vector<RankLoad>& out, bool with_states) {
-    std::vector<const Placement*> kinds{&placement_};
-    if (with_states) kinds.insert(kinds.end(), states_.begin(), states_.end());
+void PassRows::gather(Vec<RankLoad>& out, const Placements& kinds) {
     received(out, kinds);
     sent(out, kinds);
 }
 
-void PassRows::received(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const {
+void PassRows::received(Vec<RankLoad>& out, const Placements& kinds) const {
     const Keys keys = keys_of(kinds);
-    std::vector<i64> near(world_, 0), far(world_, 0), below(machine_nodes_);
+    Vec<i64> near(world_, 0, memory_), far(world_, 0, memory_), below(machine_nodes_, 0, memory_);
     // Nodes of which a rank sees a part: keys up to there, ranks by how far they see.
     for (int i = 0; i < nodes_; ++i) {
         std::fill(below.begin(), below.end(), 0);
@@ -273,7 +272,7 @@ void PassRows::received(std::vector<RankLoad>& out, const std::vector<const Plac
         }
     }
     // Nodes that it sees whole.
-    std::vector<int> stamp(nodes_, -1);
+    Vec<int> stamp(nodes_, -1, memory_);
     for (int rank = 0; rank < world_; ++rank) {
         for (std::size_t k = whole_at_[rank]; k < whole_at_[rank + 1]; ++k) {
             const int i = whole_[k];
@@ -293,8 +292,12 @@ void PassRows::received(std::vector<RankLoad>& out, const std::vector<const Plac
     }
 }
 
-void PassRows::sent(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const {
-    Mask reached(words_);
+void PassRows::sent(Vec<RankLoad>& out, const Placements& kinds) {
+    Mask reached(words_, 0, memory_);
+    span_viewers_.clear();
+    std::size_t spans = 0;
+    for (const Placement* kind : kinds) spans += kind->spans.size();
+    span_viewers_.reserve(spans);
     for (int rank = 0; rank < world_; ++rank) {
         RankLoad& x = out[rank];
         const Machine& home = machines_[node_of_[rank]];
@@ -303,6 +306,7 @@ void PassRows::sent(std::vector<RankLoad>& out, const std::vector<const Placemen
         for (const Placement* kind : kinds) {
             for (const Span& s : (*kind)[rank]) {
                 const Viewers seen = viewers(s);
+                span_viewers_.push_back(seen);
                 const i64 here = seen.count == world_ ? home.end - home.first : of_machine(seen.mask, home);
                 x.kv_out += (s.hi - s.lo) * (seen.count - test(seen.mask, rank));
                 x.kv_far_out += (s.hi - s.lo) * (seen.count - here);
@@ -338,22 +342,26 @@ i64 PassRows::landings_of(const PassSpec& p, bool crosses) const {
 }
 
 Loads PassRows::loads(const PassSpec& p) {
-    Loads found;
+    Loads found{Vec<RankLoad>(memory_), 0};
     const i64 remote = world_ - 1;
     const bool crosses = p.node_ranks && machine_nodes_ > 1 && p.primitive == GATHER_KV;
-    found.ranks = basic_;
     const i64 landings = landings_of(p, crosses);
     if (p.primitive == MOVE_Q) {
+        found.ranks = basic_;
         move_q(found.ranks);
     } else if (p.primitive == RING) {
+        found.ranks = basic_;
         ring(found.ranks);
     } else {
         if (!direct_) {
-            direct_ = basic_;
-            gather(*direct_, true);
+            direct_.emplace(basic_, memory_);
+            gather(*direct_, kinds_);
         }
-        found.ranks = *direct_;
-        if (crosses) handed_on(found.ranks);
+        if (crosses && !handed_on_) {
+            handed_on_.emplace(*direct_, memory_);
+            handed_on(*handed_on_);
+        }
+        found.ranks = crosses ? *handed_on_ : *direct_;
     }
     const i64 cut = cut_tiles(landings, world_, crosses);
     bool moves = false;

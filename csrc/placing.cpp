@@ -1,9 +1,8 @@
 // Rows on ranks: twins of planning/{placement,assign,lanes,recipe}.py.
 #include <algorithm>
 #include <numeric>
-#include <set>
 
-#include "pricing.h"
+#include "placing.h"
 
 namespace augtree {
 
@@ -35,6 +34,12 @@ std::vector<int> longest_first(const std::vector<i64>& weights, const std::vecto
 LeastLoaded::LeastLoaded(std::vector<i64> loads) : loads_(std::move(loads)), heap_(loads_.size()) {
     std::iota(heap_.begin(), heap_.end(), 0);
     for (std::size_t at = heap_.size() / 2; at-- > 0;) sift(at);
+}
+
+void LeastLoaded::start(std::size_t bins) {
+    loads_.assign(bins, 0);
+    heap_.resize(bins);
+    std::iota(heap_.begin(), heap_.end(), 0);
 }
 
 int LeastLoaded::add(i64 weight) {
@@ -131,9 +136,55 @@ std::vector<i64> level(const std::vector<i64>& loads, i64 amount) {
 
 namespace {
 
-using Pieces = std::vector<std::vector<Span>>;
+// Spans as they come, by rank in the end.
+class Pieces {
+public:
+    Pieces(i64 width, Memory* memory) : memory_(memory), width_(width), made_(memory) {}
 
-void zigzag(int node, i64 lo, i64 hi, const std::vector<i64>& shares, int first_rank, Pieces& into) {
+    void expect(std::size_t spans) { made_.reserve(spans); }
+    void add(int rank, const Span& span) { made_.push_back({rank, span}); }
+
+    // Every rank's by node, then by row; neighbours joined.
+    Placement sorted() const {
+        Vec<std::size_t> next(width_ + 1, 0, memory_);
+        for (const auto& [rank, span] : made_) next[rank + 1] += 1;
+        for (i64 rank = 0; rank < width_; ++rank) next[rank + 1] += next[rank];
+        Placement held(memory_);
+        held.at.assign(next.begin(), next.end());
+        held.spans.resize(made_.size());
+        for (const auto& [rank, span] : made_) held.spans[next[rank]++] = span;
+        std::size_t kept = 0;
+        for (i64 rank = 0; rank < width_; ++rank) {
+            const auto first = held.spans.begin() + held.at[rank];
+            const auto end = held.spans.begin() + held.at[rank + 1];
+            std::sort(first, end, [](const Span& a, const Span& b) {
+                return a.node != b.node ? a.node < b.node : a.lo < b.lo;
+            });
+            const std::size_t start = kept;
+            for (auto span = first; span != end; ++span) {
+                Span* before = kept > start ? &held.spans[kept - 1] : nullptr;
+                if (before && before->node == span->node && before->hi == span->lo) {
+                    before->hi = span->hi;
+                } else {
+                    held.spans[kept++] = *span;
+                }
+            }
+            held.at[rank] = start;
+        }
+        held.at[width_] = kept;
+        held.spans.resize(kept);
+        return held;
+    }
+
+private:
+    Memory* memory_;
+    i64 width_;
+    Vec<std::pair<int, Span>> made_;
+};
+
+// Calls `into` with (rank, span) of the chunks that a node's rows are cut into, in zigzag.
+template <class Into>
+void zigzag(int node, i64 lo, i64 hi, const Vec<i64>& shares, Into into) {
     const int ranks = static_cast<int>(shares.size());
     i64 total = 0, seen = 0, edge = lo;
     for (i64 share : shares) total += 2 * share;
@@ -141,25 +192,27 @@ void zigzag(int node, i64 lo, i64 hi, const std::vector<i64>& shares, int first_
         const int rank = std::min(chunk, 2 * ranks - 1 - chunk);
         seen += shares[rank];
         const i64 end = lo + static_cast<i64>(static_cast<i128>(hi - lo) * seen / total);
-        if (end > edge) into[first_rank + rank].push_back({node, edge, end});
+        if (end > edge) into(rank, Span{node, edge, end});
         edge = end;
     }
 }
 
-void join(Placement& held) {
-    for (auto& spans : held) {
-        std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
-            return a.node != b.node ? a.node < b.node : a.lo < b.lo;
-        });
-        std::size_t kept = 0;
-        for (std::size_t i = 0; i < spans.size(); ++i) {
-            if (kept && spans[kept - 1].node == spans[i].node && spans[kept - 1].hi == spans[i].lo) {
-                spans[kept - 1].hi = spans[i].hi;
-            } else {
-                spans[kept++] = spans[i];
-            }
-        }
-        spans.resize(kept);
+// The same with even shares, where nothing has to be divided.
+template <class Into>
+void zigzag(int node, i64 lo, i64 hi, int ranks, Into into) {
+    if (ranks == 1) {
+        if (hi > lo) into(0, Span{node, lo, hi});
+        return;
+    }
+    const i64 chunks = 2 * ranks, rows = (hi - lo) / chunks, rest = (hi - lo) % chunks;
+    i64 edge = lo, over = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        over += rest;
+        const bool carry = over >= chunks;
+        over -= carry ? chunks : 0;
+        const i64 end = edge + rows + carry;
+        if (end > edge) into(std::min(chunk, 2 * ranks - 1 - chunk), Span{node, edge, end});
+        edge = end;
     }
 }
 
@@ -167,25 +220,38 @@ i64 cost(const Forest& f, const Span& s, i64 unit) { return f.area(s.node, s.lo,
 
 // Places leaves as lanes.place does, on top of what is there.
 class Placer {
+private:
+    auto into(int first_rank) {
+        return [this, first_rank](int rank, const Span& span) {
+            held_.add(first_rank + rank, span);
+            loads_[first_rank + rank] += cost(f_, span, unit_);
+        };
+    }
+
 public:
-    Placer(const Forest& f, const Lanes& r, i64 unit)
-        : f_(f), r_(r), unit_(unit), held_(r.width), even_(r.width, 1), loads_(r.width, 0) {}
+    Placer(const Forest& f, const Lanes& r, i64 unit, Memory* memory)
+        : f_(f), r_(r), unit_(unit), memory_(memory), held_(r.width, memory), loads_(r.width, 0) {}
 
     Placement run() {
-        for (int node : r_.inner) add(node, even_, 0);
         std::vector<int> narrow, spread;
         deal(narrow, spread);
+        held_.expect(2 * ((r_.inner.size() + spread.size()) * r_.width + narrow.size() * r_.lane_degree));
+        for (int node : r_.inner) add_even(node, 0, r_.width);
         whole(narrow);
         for (int node : spread) {
-            std::vector<i64> shares = even_;
-            if (!narrow.empty()) {
-                shares = level(loads_, cost(f_, {node, 0, f_.rows[node]}, unit_));
-                if (std::all_of(shares.begin(), shares.end(), [](i64 x) { return x == 0; })) shares = even_;
+            if (narrow.empty()) {
+                add_even(node, 0, r_.width);
+                continue;
             }
-            add(node, shares, 0);
+            const std::vector<i64> shares = level(loads_, cost(f_, {node, 0, f_.rows[node]}, unit_));
+            const bool none = std::all_of(shares.begin(), shares.end(), [](i64 x) { return x == 0; });
+            if (none) {
+                add_even(node, 0, r_.width);
+            } else {
+                zigzag(node, 0, f_.rows[node], {shares.begin(), shares.end(), memory_}, into(0));
+            }
         }
-        join(held_);
-        return std::move(held_);
+        return held_.sorted();
     }
 
 private:
@@ -207,28 +273,21 @@ private:
             lanes.push_back(std::accumulate(loads_.begin() + lo, loads_.begin() + lo + r_.lane_degree, i64{0}));
         }
         const std::vector<int> where = assign(weights, lanes);
-        const std::vector<i64> even(r_.lane_degree, 1);
         for (std::size_t i = 0; i < narrow.size(); ++i) {
-            add(narrow[i], even, static_cast<int>(where[i] * r_.lane_degree));
+            add_even(narrow[i], where[i] * r_.lane_degree, r_.lane_degree);
         }
     }
 
-    void add(int node, const std::vector<i64>& shares, int first_rank) {
-        std::vector<std::size_t> before(held_.size());
-        for (std::size_t rank = 0; rank < held_.size(); ++rank) before[rank] = held_[rank].size();
-        zigzag(node, 0, f_.rows[node], shares, first_rank, held_);
-        for (std::size_t rank = 0; rank < held_.size(); ++rank) {
-            for (std::size_t i = before[rank]; i < held_[rank].size(); ++i) {
-                loads_[rank] += cost(f_, held_[rank][i], unit_);
-            }
-        }
+    void add_even(int node, i64 first_rank, i64 ranks) {
+        zigzag(node, 0, f_.rows[node], static_cast<int>(ranks), into(static_cast<int>(first_rank)));
     }
 
     const Forest& f_;
     const Lanes& r_;
     i64 unit_;
-    Placement held_;
-    std::vector<i64> even_, loads_;
+    Memory* memory_;
+    Pieces held_;
+    std::vector<i64> loads_;
 };
 
 }  // namespace
@@ -242,18 +301,18 @@ std::vector<int> assign(const std::vector<i64>& weights, const std::vector<i64>&
     return longest_first(weights, loads);
 }
 
-Placement place(const Forest& f, const Lanes& r, i64 unit) {
-    if (r.hi < 0) return Placer(f, r, unit).run();
-    Placement held(r.width);
-    const std::vector<i64> even(r.width, 1);
+Placement place(const Forest& f, const Lanes& r, i64 unit, Memory* memory) {
+    if (r.hi < 0) return Placer(f, r, unit, memory).run();
+    Pieces held(r.width, memory);
     i64 start = 0;
+    held.expect(r.inner.size() * 2 * r.width);
     for (int node : r.inner) {
         const i64 first = std::max<i64>(r.lo - start, 0), last = std::min(r.hi - start, f.rows[node]);
-        if (first < last) zigzag(node, first, last, even, 0, held);
+        const auto add = [&](int rank, const Span& span) { held.add(rank, span); };
+        if (first < last) zigzag(node, first, last, static_cast<int>(r.width), add);
         start += f.rows[node];
     }
-    join(held);
-    return held;
+    return held.sorted();
 }
 
 }  // namespace augtree

@@ -2,10 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <deque>
-#include <forward_list>
-#include <map>
 
 #include "typical.h"
 
@@ -21,6 +17,13 @@ struct Group {
     i64 bare = 0;               // time without the traffic that shows
     bool hidden = true;         // none shows
 
+    void clear() {
+        prices.clear();
+        demand = {};
+        time = longest = bare = 0;
+        hidden = true;
+    }
+
     void finish(bool in_turn) {
         for (std::size_t i = 0; i < prices.size(); ++i) {
             const Demand one = prices[i].demand();
@@ -28,8 +31,9 @@ struct Group {
             const i64 least = prices[i].least_time();
             time += least;
             longest = std::max(longest, prices[i].least_slot(least));
-            bare += prices[i].bare_time();
-            hidden = hidden && prices[i].hidden();
+            const i64 shown = prices[i].shown();
+            bare += least - shown;
+            hidden = hidden && !shown;
         }
     }
 };
@@ -63,15 +67,29 @@ inline i64 rows_of(const Forest& f, const Nodes& nodes) {
     return rows;
 }
 
-// One or two offers of a choice.
-struct Offers {
-    Offer made[2];
-    int count = 0;
-    Offer* begin() { return made; }
-    Offer* end() { return made + count; }
-    const Offer* begin() const { return made; }
-    const Offer* end() const { return made + count; }
+// An offer of prefill and waves without its choice: with these pairs of the spine's passes and of the waves.
+struct Terms {
+    i64 cost, time, slot, peak;
+    Pair own, wave;
 };
+
+// One or two of a choice.
+struct Offers {
+    Terms made[2];
+    int count = 0;
+    const Terms* begin() const { return made; }
+    const Terms* end() const { return made + count; }
+};
+
+inline Offer offer_of(const Jobs& jobs, const Choice& choice, const Terms& terms) {
+    Offer made{terms.cost, terms.time, terms.slot, terms.peak, choice};
+    const Pair own = jobs.said(terms.own), wave = jobs.said(terms.wave);
+    made.choice.keep_layers = own.whole;
+    made.choice.keep_attention = own.attention;
+    made.choice.wave_layers = wave.whole;
+    made.choice.wave_attention = wave.attention;
+    return made;
+}
 
 // What a fused pass offers with the recompute pair that fits.
 inline Offer fused_offer(const Jobs& jobs, const Choice& choice, const PassPrice& price) {
@@ -115,13 +133,14 @@ public:
         const i64 room = jobs_.options.room;
         if (jobs_.options.whole != -1) {
             const Pair same = jobs_.pair(kept, room).value_or(kNothing);
-            return {{offer(same, same, cost_matters)}, 1};
+            return {{terms(same, same, cost_matters)}, 1};
         }
         const Pair wave = turn.fit(room - kept.kept(kNothing)).value_or(kNothing);
         const Pair first = spine_pair(kept.beside(turn.peak(kNothing)));
         const Pair rest = spine_pair(kept.beside(turn.peak(wave)));
         const Pair last = turn.fit(room - kept.kept(first)).value_or(kNothing);
-        return {{offer(rest, wave, cost_matters), offer(first, last, cost_matters)}, 2};
+        const Terms one = terms(rest, wave, cost_matters);
+        return {{one, rest == first && wave == last ? one : terms(first, last, cost_matters)}, 2};
     }
 
 private:
@@ -129,21 +148,18 @@ private:
     Pair spine_pair(const Demand& kept) const {
         const i64 room = jobs_.options.room;
         if (spine_.prices.front().offloads()) {
-            Copied copied{kept.layers};
-            for (const PassPrice& price : spine_.prices) copied.add(price.copied());
-            const Pair best = copied.best();
-            if (kept.peak(best) <= room) return best;
+            if (!copied_) {
+                Copied copied{kept.layers};
+                for (const PassPrice& price : spine_.prices) copied.add(price.copied());
+                copied_ = copied.best();
+            }
+            if (kept.peak(*copied_) <= room) return *copied_;
         }
         return kept.fit(room).value_or(kNothing);
     }
 
-    Offer offer(Pair own, Pair wave, bool cost_matters) const {
-        Choice made = choice_;
-        made.keep_layers = jobs_.said(own).whole;
-        made.keep_attention = jobs_.said(own).attention;
-        made.wave_layers = jobs_.said(wave).whole;
-        made.wave_attention = jobs_.said(wave).attention;
-        if (!cost_matters) return {least_cost(), 0, 0, peak(own, wave), made};
+    Terms terms(Pair own, Pair wave, bool cost_matters) const {
+        if (!cost_matters) return {least_cost(), 0, 0, peak(own, wave), own, wave};
         i64 time = 0, longest = 0;
         for (const auto& [group, pair] : {std::pair(&spine_, own), std::pair(&waves_, wave)}) {
             for (const PassPrice& price : group->prices) {
@@ -152,7 +168,7 @@ private:
                 longest = std::max(longest, price.slot(pair, forward + backward));
             }
         }
-        return jobs_.offer(time, longest, peak(own, wave), made);
+        return {jobs_.cost(time, longest), time, longest, peak(own, wave), own, wave};
     }
 
     i64 peak(Pair own, Pair wave) const {
@@ -181,214 +197,7 @@ private:
     const Choice& choice_;
     const Group& spine_;
     const Group& waves_;
-};
-
-// The passes of one job's choices by its heaviest ranks, each kind priced once.
-class Estimates {
-public:
-    Estimates(const Jobs& jobs, const Nodes& inner, const Nodes& leaves, i64 width)
-        : jobs_(jobs), inner_(inner), leaves_(leaves), width_(width), inner_rows_(rows_of(jobs.forest, inner)),
-          block_(jobs.forest, jobs.constants, leaves, width, jobs.options.unit) {
-        for (int node : inner) spans_.push_back({node, 0, jobs.forest.rows[node]});
-    }
-
-    TypicalRows fused(i64 lane_degree, i64 wide) {
-        if (leaves_.empty()) return block_.spine(spans_, 0);
-        return block_.with_leaves(spans_, nullptr, lane_degree, std::min(wide, leaf_count()), 0, 0);
-    }
-
-    PassPrice price(const TypicalRows& rows, const PassSpec& p, bool provides) const {
-        const TypicalLoads loads = rows.loads(p);
-        return {jobs_.constants, loads.ranks, static_cast<std::size_t>(loads.count), loads.stages, p, provides};
-    }
-
-    const Group& spine(const Choice& choice) {
-        const PassSpec p = spec_of(choice, kSpine);
-        Group& group = groups_[{kSpine, choice.chunks, 1, 0, p.primitive, p.pieces, moves(p)}];
-        if (group.prices.empty()) {
-            const std::vector<TypicalRows>& chunks = chunk_rows(choice.chunks);
-            group.prices.reserve(chunks.size());
-            for (const TypicalRows& rows : chunks) group.prices.push_back(price(rows, p, true));
-            group.finish(false);
-        }
-        return group;
-    }
-
-    const Group& waves(const Choice& choice) {
-        const PassSpec p = spec_of(choice, kWaves);
-        Group& group = groups_[{kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p)}];
-        if (group.prices.empty()) {
-            const std::vector<TypicalRows>& waves = wave_rows(choice);
-            group.prices.reserve(waves.size());
-            for (const TypicalRows& rows : waves) group.prices.push_back(price(rows, p, false));
-            group.finish(true);
-        }
-        return group;
-    }
-
-private:
-    using Key = std::array<i64, 7>;
-
-    // A few values by key; they stay where they are.
-    template <class Value>
-    class Known {
-    public:
-        Value& operator[](const Key& key) {
-            for (auto& [known, value] : held_) {
-                i64 differs = 0;
-                for (std::size_t i = 0; i < key.size(); ++i) differs |= known[i] ^ key[i];
-                if (!differs) return value;
-            }
-            return held_.emplace_front(key, Value{}).second;
-        }
-
-    private:
-        std::forward_list<std::pair<Key, Value>> held_;
-    };
-
-    static i64 moves(const PassSpec& p) {
-        return (p.node_ranks ? 8 : 0) + 4 * p.keep + 2 * p.prefetch + p.offload;
-    }
-    i64 leaf_count() const { return static_cast<i64>(leaves_.size()); }
-
-    const std::vector<TypicalRows>& chunk_rows(i64 chunks) {
-        std::vector<TypicalRows>& found = rows_[{kSpine, chunks}];
-        if (!found.empty()) return found;
-        const auto runs = chunks_of(inner_rows_, chunks);
-        found.reserve(runs.size());
-        for (const auto& [lo, hi] : runs) {
-            std::vector<Span> spans;
-            i64 start = 0;
-            for (const Span& s : spans_) {
-                const i64 first = std::max<i64>(lo - start, 0), last = std::min(hi - start, s.hi);
-                if (first < last) spans.push_back({s.node, first, last});
-                start += s.hi;
-            }
-            found.push_back(block_.spine(spans, lo));
-        }
-        return found;
-    }
-
-    const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
-        std::vector<TypicalRows>& found = rows_[{kWaves, choice.waves, choice.lane_degree, choice.wide}];
-        if (!found.empty()) return found;
-        const std::vector<Wave>& waves = dealt(choice.waves);
-        found.reserve(waves.size());
-        for (const auto& [count, taken] : waves) {
-            found.push_back(block_.with_leaves({}, &taken, choice.lane_degree, std::min(choice.wide, count),
-                                               inner_rows_, static_cast<i64>(inner_.size())));
-        }
-        return found;
-    }
-
-    struct Wave {
-        i64 count;
-        std::vector<char> taken;  // [leaf by rows]
-    };
-
-    const std::vector<Wave>& dealt(i64 waves) {
-        for (const auto& [number, known] : dealt_) {
-            if (number == waves) return known;
-        }
-        std::vector<int> wave_of(jobs_.forest.rows.size());
-        const std::vector<Nodes> parts = jobs_.waves_of(leaves_, waves);
-        for (std::size_t i = 0; i < parts.size(); ++i) {
-            for (int node : parts[i]) wave_of[node] = static_cast<int>(i);
-        }
-        std::vector<Wave> made(parts.size());
-        for (std::size_t i = 0; i < parts.size(); ++i) {
-            made[i] = {static_cast<i64>(parts[i].size()), std::vector<char>(leaves_.size(), 0)};
-        }
-        const Nodes& order = block_.by_rows();
-        for (std::size_t i = 0; i < order.size(); ++i) made[wave_of[order[i]]].taken[i] = 1;
-        dealt_.push_back({waves, std::move(made)});
-        return dealt_.back().second;
-    }
-
-    const Jobs& jobs_;
-    const Nodes& inner_;
-    const Nodes& leaves_;
-    i64 width_, inner_rows_;
-    std::vector<Span> spans_;
-    TypicalBlock block_;
-    Known<std::vector<TypicalRows>> rows_;  // by how they lie
-    Known<Group> groups_;                   // and by how they move, too
-    std::vector<std::pair<i64, std::vector<Wave>>> dealt_;
-};
-
-// The choices of one job counted rank by rank. Rows that lie alike are placed and looked at once.
-class Counted {
-public:
-    Counted(const Jobs& jobs, const Nodes& inner, const Nodes& leaves) : jobs_(jobs), inner_(inner), leaves_(leaves) {}
-
-    Offers offers(const Choice& choice) {
-        if (!choice.phased || inner_.empty() || leaves_.empty()) {
-            return {{fused_offer(jobs_, choice, priced(fused(choice).front(), choice, kFused))}, 1};
-        }
-        Group spine, waves;
-        for (Pass& pass : chunks(choice)) spine.prices.push_back(priced(pass, choice, kSpine));
-        for (Pass& pass : this->waves(choice)) waves.prices.push_back(priced(pass, choice, kWaves));
-        spine.finish(false);
-        waves.finish(true);
-        return Phased(jobs_, choice, spine, waves).offers(true);
-    }
-
-private:
-    struct Pass {
-        Placement placement;
-        std::optional<PassRows> rows;
-    };
-    using Passes = std::deque<Pass>;  // rows keep on pointing at placements
-    using Key = std::array<i64, 6>;
-
-    Passes& fused(const Choice& choice) {
-        Passes& found = known_[{kFused, choice.degree, choice.lane_degree, choice.wide}];
-        if (found.empty()) add(found, lanes(choice, inner_, leaves_), {});
-        return found;
-    }
-
-    Passes& chunks(const Choice& choice) {
-        Passes& found = known_[{kSpine, choice.degree, choice.chunks}];
-        if (!found.empty()) return found;
-        std::vector<const Placement*> before;
-        for (const auto& [lo, hi] : chunks_of(rows_of(jobs_.forest, inner_), choice.chunks)) {
-            add(found, {inner_, {}, choice.degree, 1, 0, lo, hi}, before);
-            before.push_back(&found.back().placement);
-        }
-        return found;
-    }
-
-    Passes& waves(const Choice& choice) {
-        std::vector<const Placement*> prompt;
-        for (const Pass& pass : chunks(choice)) prompt.push_back(&pass.placement);
-        Passes& found =
-            known_[{kWaves, choice.degree, choice.lane_degree, choice.wide, choice.waves, choice.chunks}];
-        if (!found.empty()) return found;
-        for (const Nodes& wave : jobs_.waves_of(leaves_, choice.waves)) add(found, lanes(choice, {}, wave), prompt);
-        return found;
-    }
-
-    void add(Passes& into, const Lanes& lay, const std::vector<const Placement*>& reads) {
-        Pass& pass = into.emplace_back();
-        pass.placement = place(jobs_.forest, lay, jobs_.options.unit);
-        pass.rows.emplace(jobs_.forest, jobs_.constants, pass.placement, reads, 0);
-    }
-
-    static Lanes lanes(const Choice& choice, const Nodes& inner, const Nodes& leaves) {
-        return {inner, leaves, choice.degree, choice.lane_degree,
-                std::min(choice.wide, static_cast<i64>(leaves.size()))};
-    }
-
-    PassPrice priced(Pass& pass, const Choice& choice, Part part) const {
-        const PassSpec p = spec_of(choice, part);
-        const Loads loads = pass.rows->loads(p);
-        return {jobs_.constants, loads.ranks.data(), loads.ranks.size(), loads.stages, p, part == kSpine};
-    }
-
-    const Jobs& jobs_;
-    const Nodes& inner_;
-    const Nodes& leaves_;
-    std::map<Key, Passes> known_;
+    mutable std::optional<Pair> copied_;  // what copies to the host leave worth keeping
 };
 
 }  // namespace augtree

@@ -14,6 +14,8 @@ i64 padding(i64 pairs, i64 rows, i64 floor) {
 i64 exposed(i64 wire, i64 tiles, i64 first, i64 stages) {
     if (!stages) return 0;
     if (stages == 1) return std::max<i64>(0, wire - first);
+    // All is hidden, and nothing has to be divided, where every piece takes less than what runs beside it.
+    if (wire <= tiles - first && static_cast<i128>(first + 1) * stages > wire) return 0;
     const i64 piece = wire / stages, later = (tiles - first) / stages;
     return std::max<i64>(0, piece - first) + (stages - 1) * std::max<i64>(0, piece - later);
 }
@@ -24,6 +26,7 @@ i64 bytes(const Constants& c, const RankLoad& x, bool out, bool backward, bool k
     const i64 q_out = far ? x.q_far_out : x.q_out, q_in = far ? x.q_far_in : x.q_in;
     const i64 kv = out ? kv_out : kv_in, grad = out ? kv_in : kv_out;
     const i64 q = out ? q_out : q_in, back = out ? q_in : q_out;
+    if (!(q | back)) return backward ? grad * c.kv_grad + (keep ? 0 : kv * c.kv) : kv * c.kv;
     if (!backward) return kv * c.kv + q * c.query + back * c.result;
     const i64 total = grad * c.kv_grad + q * c.result_grad + back * c.query_grad;
     return keep ? total : total + kv * c.kv + q * c.query;
@@ -46,18 +49,25 @@ Work work_of(const Constants& c, const RankLoad& x) {
             c.merging.ns(x.merged)};
 }
 
+// What a rank's traffic takes: the slower way of what stays on its node, then of what crosses to others.
+i64 wire_ns(const Constants& c, const RankLoad& x, bool backward, bool keep) {
+    if (!(x.kv_in | x.kv_out | x.q_in | x.q_out)) return x.messages * c.message_ns;
+    i64 near = 0, far = 0;
+    const bool crosses = x.kv_far_in | x.kv_far_out | x.q_far_in | x.q_far_out;
+    for (bool out : {true, false}) {
+        const i64 across = crosses ? bytes(c, x, out, backward, keep, true) : 0;
+        near = std::max(near, bytes(c, x, out, backward, keep, false) - across);
+        far = std::max(far, across);
+    }
+    return c.link.ns(near) + c.nic.ns(far) + x.messages * c.message_ns;
+}
+
 // (one layer of one rank, traffic that nothing hides)
 std::pair<i64, i64> layer_ns(
     const Constants& c, const RankLoad& x, const Work& of, const PassSpec& p, i64 stages, bool backward) {
     const i64 linear = backward ? of.linear * c.gemm_pct / 100 : of.linear;
     const i64 tiles = backward ? of.tiles * c.attention_pct / 100 : of.tiles;
-    i64 near = 0, far = 0;
-    for (bool out : {true, false}) {
-        const i64 across = bytes(c, x, out, backward, p.keep, true);
-        near = std::max(near, bytes(c, x, out, backward, p.keep, false) - across);
-        far = std::max(far, across);
-    }
-    const i64 wire = c.link.ns(near) + c.nic.ns(far) + x.messages * c.message_ns;
+    const i64 wire = wire_ns(c, x, backward, p.keep);
     i64 shown = wire;
     if (c.overlap && p.prefetch && !backward) {
         shown = std::max<i64>(0, wire - linear - tiles);
@@ -148,8 +158,9 @@ Pair Copied::best() const {
 }
 
 PassPrice::PassPrice(
-    const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p, bool provides)
-    : lines(count), c_(&c), offloads_(p.offload && c.has_host) {
+    const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p,
+    bool provides, Memory* memory)
+    : lines(count, memory), c_(&c), offloads_(p.offload && c.has_host) {
     for (Line& line : lines) {
         const RankLoad& x = *ranks++;
         const Work of = work_of(c, x);
@@ -181,12 +192,8 @@ i64 PassPrice::peak(Pair pair) const {
     return peak;
 }
 
-bool PassPrice::hidden() const {
-    return std::none_of(lines.begin(), lines.end(), [](const Line& x) { return x.exposed; });
-}
-
 i64 PassPrice::least_time(bool vocabulary) const {
-    const i64 layers = (c_->layers + c_->stages - 1) / c_->stages;
+    const i64 layers = c_->stage_layers;
     i64 forward = 0, backward = 0;
     for (const Line& x : lines) {
         forward = std::max(forward, layers * x.forward + (vocabulary ? x.vocabulary : 0));
@@ -195,10 +202,10 @@ i64 PassPrice::least_time(bool vocabulary) const {
     return forward + backward + 2 * c_->pass_ns;
 }
 
-i64 PassPrice::bare_time() const {
+i64 PassPrice::shown() const {
     i64 shown = 0;
     for (const Line& x : lines) shown = std::max(shown, x.exposed);
-    return least_time() - (c_->layers + c_->stages - 1) / c_->stages * shown;
+    return c_->stage_layers * shown;
 }
 
 i64 PassPrice::slot(Pair pair) const {
@@ -209,7 +216,7 @@ i64 PassPrice::slot(Pair pair) const {
 std::pair<i64, i64> PassPrice::time(Pair pair, bool vocabulary) const {
     const i64 stages = c_->stages;
     const auto share = [&](i64 n) { return stages == 1 ? n : (n + stages - 1) / stages; };
-    const i64 layers = share(c_->layers), repeated = share(c_->layers - pair.whole);
+    const i64 layers = c_->stage_layers, repeated = share(c_->layers - pair.whole);
     const i64 attention = std::min(stages == 1 ? pair.attention : pair.attention / stages, repeated);
     const i64 again = repeated - attention;
     i64 forward = 0, backward = 0, rested = 0;
@@ -228,7 +235,7 @@ std::pair<i64, i64> PassPrice::time(Pair pair, bool vocabulary) const {
 }
 
 Copied PassPrice::copied() const {
-    const i64 stages = c_->stages, layers = (c_->layers + stages - 1) / stages;
+    const i64 stages = c_->stages, layers = c_->stage_layers;
     Copied d{c_->layers};
     i64 fixed = 0, whole = 0, attention = 0, saved = 0, saved_attention = 0;
     for (const Line& x : lines) {
@@ -252,8 +259,13 @@ Demand PassPrice::demand() const {
     const i64 least = INT64_MIN;
     Demand d{c_->layers, least, least, least, least, least, least, least};
     for (const Line& x : lines) {
-        d = d.in_turn({c_->layers, offloads_ ? x.state : x.state + x.fixed, offloads_ ? 0 : x.whole - x.state_whole,
-                       offloads_ ? 0 : x.attention, x.work, x.work_again, x.again, x.again - x.again_rest});
+        d.fixed = std::max(d.fixed, offloads_ ? x.state : x.state + x.fixed);
+        d.whole = std::max(d.whole, offloads_ ? 0 : x.whole - x.state_whole);
+        d.attention = std::max(d.attention, offloads_ ? 0 : x.attention);
+        d.work = std::max(d.work, x.work);
+        d.work_again = std::max(d.work_again, x.work_again);
+        d.saved = std::max(d.saved, x.again);
+        d.saved_attention = std::max(d.saved_attention, x.again - x.again_rest);
     }
     return d;
 }

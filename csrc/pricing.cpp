@@ -1,5 +1,5 @@
 // Binds the prices of jobs and of whole plans; planning/fast.py calls them.
-#include "pricing.h"
+#include "loads.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -26,12 +26,16 @@ Constants constants_of(const std::vector<i64>& v) {
         &c.kv, &c.kv_grad, &c.query, &c.result, &c.result_grad, &c.query_grad, &c.logit, &c.hidden,
         &c.node_ranks, &c.half_rows, &c.tile_ns, &c.tile_rows, &c.query_rows, &c.attention_pct, &c.gemm_pct,
         &c.stage_ns, &c.layer_ns, &c.pass_ns, &c.message_ns, &c.overlap, &c.has_host};
-    for (Rate* rate : {&c.linear, &c.vocabulary, &c.beside, &c.merging, &c.attention, &c.link, &c.nic, &c.host}) {
+    const auto rates = {&c.linear, &c.vocabulary, &c.beside, &c.merging,
+                        &c.attention, &c.link, &c.nic, &c.host};
+    for (Rate* rate : rates) {
         fields.push_back(&rate->multiplier);
         fields.push_back(&rate->shift);
     }
     if (fields.size() != v.size()) throw std::invalid_argument("constants");
     for (std::size_t i = 0; i < v.size(); ++i) *fields[i] = v[i];
+    for (Rate* rate : rates) rate->prepare();
+    c.stage_layers = (c.layers + c.stages - 1) / c.stages;
     return c;
 }
 
@@ -102,12 +106,13 @@ enum Field { START, WIDTH, LANE, WIDE, LO, HI, PRIMITIVE, PIECES, NODE_RANKS, KE
              OFFLOAD, INNER, LEAVES, READS, FIELDS };
 
 // (ns, bytes) of a plan's recipes and events: the twin of planner.price.
-std::pair<i64, i64> price(const Jobs& jobs, const Table& table, const Table& lists, const Table& events, i64 world) {
+std::pair<i64, i64> price(
+    Jobs& jobs, const Table& table, const Table& lists, const Table& events, i64 world) {
     const Forest& f = jobs.forest;
     const Constants& c = jobs.constants;
     const std::vector<i64> list = column(lists);
     const i64 count = table.size() / FIELDS;
-    std::vector<Placement> placed(count);
+    std::vector<std::optional<Placement>> kept_rows(count);  // of passes that others read
     std::vector<char> provides(count, 0);
     std::vector<std::vector<int>> reads(count);
     std::vector<Lanes> lanes(count);
@@ -128,9 +133,10 @@ std::pair<i64, i64> price(const Jobs& jobs, const Table& table, const Table& lis
     i64 slot = 0;
     for (i64 i = 0; i < count; ++i) {
         const i64* r = table.data() + i * FIELDS;
-        placed[i] = place(f, lanes[i], jobs.options.unit);
-        std::vector<const Placement*> states;
-        for (int read : reads[i]) states.push_back(&placed[read]);
+        std::pmr::monotonic_buffer_resource memory(jobs.scratch.get(), Jobs::kScratch);
+        const Placement placed = place(f, lanes[i], jobs.options.unit, &memory);
+        Placements states(&memory);
+        for (int read : reads[i]) states.push_back(&*kept_rows[read]);
         PassSpec p;
         p.primitive = static_cast<int>(r[WIDTH] > 1 ? r[PRIMITIVE] : LOCAL);
         p.pieces = r[PIECES];
@@ -138,10 +144,12 @@ std::pair<i64, i64> price(const Jobs& jobs, const Table& table, const Table& lis
         p.keep = r[KEEP];
         p.prefetch = r[PREFETCH];
         p.offload = r[OFFLOAD];
-        PassRows rows(f, c, placed[i], states, r[START]);
+        PassRows rows(f, c, placed, states, r[START], &memory);
         const Loads loads = rows.loads(p);
-        const PassPrice priced(c, loads.ranks.data(), loads.ranks.size(), loads.stages, p, provides[i]);
+        const std::size_t ranks = loads.ranks.size();
+        const PassPrice priced(c, loads.ranks.data(), ranks, loads.stages, p, provides[i], &memory);
         const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
+        if (provides[i]) kept_rows[i] = placed;
         times[i] = priced.time(pair);
         slot = std::max(slot, priced.slot(pair, times[i].first + times[i].second));
         for (const Line& x : priced.lines) {
@@ -173,8 +181,8 @@ void bind_pricing(py::module_& module) {
     py::class_<Jobs>(module, "Jobs")
         .def(py::init([](const Table& parents, const Table& rows, const Table& scored, const Table& constants,
                          const Table& options, const Table& pieces, const Table& chunks, const Table& waves) {
-            return Jobs(forest_of(parents, rows, scored), constants_of(column(constants)),
-                        options_of(column(options), pieces, chunks, waves));
+            return std::make_unique<Jobs>(forest_of(parents, rows, scored), constants_of(column(constants)),
+                                          options_of(column(options), pieces, chunks, waves));
         }))
         .def("estimate", [](Jobs& jobs, const Nodes& nodes, i64 width) { return numbers(jobs.estimate(nodes, width)); })
         .def("best", [](Jobs& jobs, const Nodes& nodes, i64 width) { return numbers(jobs.best(nodes, width)); })

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <memory_resource>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -16,18 +18,32 @@ namespace augtree {
 using i64 = std::int64_t;
 using Nodes = std::vector<int>;
 using i128 = __int128;
+using Memory = std::pmr::memory_resource;
+template <class T>
+using Vec = std::pmr::vector<T>;
 
 struct Span {
     int node;
     i64 lo, hi;
 };
-using Placement = std::vector<std::vector<Span>>;  // [rank] -> spans, by node, then by row
 
 enum Primitive { GATHER_KV, MOVE_KV, MOVE_Q, RING, LOCAL };
 
 struct Rate {
     i64 multiplier, shift;
-    i64 ns(i64 count) const { return static_cast<i64>(static_cast<i128>(count) * multiplier >> shift); }
+    i64 whole = 0;           // of the multiplier, shifted
+    std::uint64_t rest = 0;  // what that leaves out, in 1/2^64: the upper half of a product is its share
+
+    void prepare() {
+        if (shift > 63) return;
+        whole = multiplier >> shift;
+        rest = shift ? static_cast<std::uint64_t>(multiplier) << (64 - shift) : 0;
+    }
+    // count * multiplier >> shift
+    i64 ns(i64 count) const {
+        if (shift > 63) return static_cast<i64>(static_cast<i128>(count) * multiplier >> shift);
+        return count * whole + static_cast<i64>(static_cast<i128>(count) * rest >> 64);
+    }
 };
 
 // What prices are made of; the order is that of `constants` in planning/fast.py.
@@ -37,6 +53,7 @@ struct Constants {
     i64 node_ranks, half_rows, tile_ns, tile_rows, query_rows, attention_pct, gemm_pct;
     i64 stage_ns, layer_ns, pass_ns, message_ns, overlap, has_host;
     Rate linear, vocabulary, beside, merging, attention, link, nic, host;
+    i64 stage_layers;  // the most layers of a pipeline's stage
 };
 
 struct Forest {
@@ -63,13 +80,9 @@ struct RankLoad {
     i64 messages = 0;
 };
 
-struct Loads {
-    std::vector<RankLoad> ranks;
-    i64 stages = 0;
-};
-
 struct Pair {
     i64 whole, attention;
+    bool operator==(const Pair& o) const { return whole == o.whole && attention == o.attention; }
 };
 
 struct Demand {
@@ -97,7 +110,7 @@ struct Line {
 // What each rank takes and needs; the few of a typical block without memory of their own.
 class Lines {
 public:
-    explicit Lines(std::size_t count) : count_(count), many_(count > kFew ? count : 0) {}
+    Lines(std::size_t count, Memory* memory) : count_(count), many_(count > kFew ? count : 0, memory) {}
     Line* begin() { return count_ > kFew ? many_.data() : few_; }
     Line* end() { return begin() + count_; }
     const Line* begin() const { return count_ > kFew ? many_.data() : few_; }
@@ -109,12 +122,13 @@ private:
     static constexpr std::size_t kFew = 2;
     std::size_t count_;
     Line few_[kFew];
-    std::vector<Line> many_;
+    Vec<Line> many_;
 };
 
 class PassPrice {
 public:
-    PassPrice(const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p, bool provides);
+    PassPrice(const Constants& c, const RankLoad* ranks, std::size_t count, i64 stages, const PassSpec& p,
+              bool provides, Memory* memory = std::pmr::get_default_resource());
     std::pair<i64, i64> time(Pair pair, bool vocabulary = true) const;
     // Forward and backward without the vocabulary.
     i64 slot(Pair pair) const;
@@ -123,9 +137,8 @@ public:
     // With nothing recomputed, and nothing waiting for the host: no pair takes less.
     i64 least_time(bool vocabulary = true) const;
     i64 least_slot(i64 time) const { return c_->stages == 1 ? time : least_time(false); }
-    // Without the traffic that nothing hides.
-    i64 bare_time() const;
-    bool hidden() const;
+    // The traffic that nothing hides.
+    i64 shown() const;
     i64 kept(const Line& x, Pair pair) const {
         return (offloads_ ? 0 : resting(x, pair)) + x.state - pair.whole * x.state_whole;
     }
@@ -140,102 +153,6 @@ private:
     i64 resting(const Line& x, Pair pair) const { return x.fixed + pair.whole * x.whole + pair.attention * x.attention; }
     const Constants* c_;
     bool offloads_;
-};
-
-// Rows on ranks.
-struct Lanes {
-    std::vector<int> inner, leaves;
-    i64 width = 1, lane_degree = 1, wide = 0;
-    i64 lo = 0, hi = -1;
-};
-Placement place(const Forest& f, const Lanes& r, i64 unit);
-std::vector<int> assign(const std::vector<i64>& weights, const std::vector<i64>& loads);
-std::vector<int> longest_first(const std::vector<i64>& weights, const std::vector<i64>& loads);
-std::vector<i64> level(const std::vector<i64>& loads, i64 amount);
-
-// Bins, of which the least loaded takes what comes, the first of several.
-class LeastLoaded {
-public:
-    explicit LeastLoaded(std::vector<i64> loads);
-    int add(i64 weight);
-    const std::vector<i64>& loads() const { return loads_; }
-
-private:
-    bool before(int a, int b) const { return loads_[a] != loads_[b] ? loads_[a] < loads_[b] : a < b; }
-    void sift(std::size_t at);
-    std::vector<i64> loads_;
-    std::vector<int> heap_;
-};
-
-// Tiles of a rank's rows of a node that is cut over some ranks, with the others' rows of it.
-i64 cut_tiles(i64 landings, i64 ranks, bool crosses);
-// Stages in which keys land. `most`, `least`: ranks of the block on one node of the machine.
-i64 landings(const PassSpec& p, i64 width, i64 most, i64 least, i64 machine_nodes, bool crosses);
-
-// Loads of a pass; `start` is the pool rank that its block begins with. The placements stay where they are.
-class PassRows {
-public:
-    PassRows(const Forest& f, const Constants& c, const Placement& placement, std::vector<const Placement*> states,
-             i64 start);
-    PassRows(const Forest&, const Constants&, Placement&&, std::vector<const Placement*>, i64) = delete;
-    Loads loads(const PassSpec& p);
-
-private:
-    using Mask = std::vector<std::uint64_t>;
-    struct Keys;
-    struct Machine {  // a machine node: neighbours
-        int first, end;
-        Mask ranks;
-    };
-    struct Own {  // what a rank holds of a node: its rows, where its last span begins, that one's rows
-        int index;
-        bool partly;  // it does not see all of it
-        i64 rows, far, last;
-    };
-    struct Reader {  // a rank that sees a node's keys so far down; its own rows there but for the last span
-        i64 far, before;
-        int rank;
-    };
-    struct Viewers {
-        const std::uint64_t* mask;
-        i64 count;
-    };
-    void limits();
-    void index();
-    void readers();
-    void basic();
-    Keys keys_of(const std::vector<const Placement*>& kinds) const;
-    void gather(std::vector<RankLoad>& out, bool with_states);
-    void received(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const;
-    void sent(std::vector<RankLoad>& out, const std::vector<const Placement*>& kinds) const;
-    void handed_on(std::vector<RankLoad>& out);
-    void relay(int src, i64 rows, const std::uint64_t* seen, std::vector<RankLoad>& out, std::uint64_t* first,
-               std::uint64_t* then) const;
-    void ring(std::vector<RankLoad>& out);
-    void move_q(std::vector<RankLoad>& out);
-    Viewers viewers(const Span& s) const;
-    i64 of_machine(const std::uint64_t* mask, const Machine& m) const;
-    i64 landings_of(const PassSpec& p, bool crosses) const;
-
-    const Forest& f_;
-    const Constants& c_;
-    const Placement& placement_;
-    std::vector<const Placement*> states_;
-    int world_, words_, nodes_ = 0, machine_nodes_ = 0, lowest_ = 0;
-    Mask none_;
-    std::vector<Machine> machines_;
-    std::vector<int> node_of_;      // [rank] machine node
-    std::vector<int> local_;        // [forest node - lowest_] index, -1 where no rank sees it
-    std::vector<int> forest_node_;  // [index]
-    std::vector<Own> own_;          // by rank
-    std::vector<int> whole_;        // by rank: indices seen whole
-    std::vector<std::size_t> own_at_, whole_at_;  // [rank] where they begin
-    std::vector<Reader> readers_;                 // by index, then by how far they see
-    std::vector<std::size_t> reader_at_;          // [index] where they begin
-    Mask seen_;                                   // [reader, and one more an index] ranks that see as far or further
-    std::vector<i64> seen_count_;
-    std::vector<RankLoad> basic_;
-    std::optional<std::vector<RankLoad>> direct_;
 };
 
 struct Options {
@@ -259,7 +176,7 @@ struct Offer {
     Choice choice;
 };
 
-struct Offers;  // of one choice; see priced.h
+class Estimates;  // see estimates.h
 
 struct Job {
     std::vector<int> nodes;
@@ -270,6 +187,7 @@ struct Job {
 class Jobs {
 public:
     Jobs(Forest f, Constants c, Options o) : forest(std::move(f)), constants(c), options(std::move(o)), mark_(forest.rows.size(), 0) {}
+    Jobs(const Jobs&) = delete;
     // The cheapest; or, where it costs `below` or more, perhaps none.
     std::optional<Offer> estimate(const Nodes& nodes, i64 width, i64 below = INT64_MAX);
     std::optional<Offer> best(const Nodes& nodes, i64 width);
@@ -292,6 +210,7 @@ public:
     Offer offer(i64 time, i64 slot, i64 peak, const Choice& choice) const {
         return {cost(time, slot), time, slot, peak, choice};
     }
+    Estimates& estimates();
     i64 ideal(const Nodes& nodes, i64 ranks) const;
     i64 floor(const Nodes& nodes, i64 ranks) const;
 
@@ -299,6 +218,9 @@ public:
     const Constants constants;
     const Options options;
     std::optional<Offer> leanest;
+    // For one job's passes at a time: most of the time would go to taking and giving back memory.
+    static constexpr std::size_t kScratch = 1 << 20;
+    const std::unique_ptr<std::byte[]> scratch{new std::byte[kScratch]};
 
 private:
     std::vector<Nodes> copies_of(const Nodes& nodes, i64 copies);
@@ -306,8 +228,9 @@ private:
     std::vector<Nodes> with_chains(std::vector<Nodes> parts) const;
     std::optional<std::vector<Job>> in_parts(std::vector<Nodes> parts, i64 width, i64 below);
     bool alike(const Nodes& a, const Nodes& b) const;
-    Offer cheapest(const Offers& offers) const;
+    Offer cheapest(const std::vector<Offer>& offers) const;
     std::vector<char> mark_;
+    std::shared_ptr<Estimates> estimates_;  // of one job at a time
     std::map<std::tuple<int, int, i64>, std::optional<std::vector<Job>>> trees_;
 };
 

@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-#include "pricing.h"
+#include "loads.h"
 
 namespace py = pybind11;
 
@@ -21,7 +21,7 @@ enum Field { START, RANKS, READS, PRIMITIVE, PIECES, NODE_RANKS, KEEP, PREFETCH,
 //
 // counts: [pass, rank in turn] spans; spans: (node, lo, hi) one after the other; reads: passes read, likewise.
 py::array_t<i64> rank_times(
-    const Jobs& jobs, const Table& passes, const Table& counts, const Table& spans, const Table& reads) {
+    Jobs& jobs, const Table& passes, const Table& counts, const Table& spans, const Table& reads) {
     const Constants& c = jobs.constants;
     const i64 number = passes.size() / FIELDS;
     const i64 *count = counts.data(), *span = spans.data(), *read = reads.data();
@@ -35,14 +35,20 @@ py::array_t<i64> rank_times(
     if (spans.size() != 3 * held) throw std::invalid_argument("spans");
     py::array_t<i64> found({ranks, i64{5}});
     i64* out = found.mutable_data();
-    std::vector<Placement> placed(number);
+    std::pmr::monotonic_buffer_resource memory;
+    std::vector<Placement> placed;
+    placed.reserve(number);
     for (i64 i = 0; i < number; ++i) {
         const i64* r = passes.data() + i * FIELDS;
-        placed[i].resize(r[RANKS]);
-        for (std::vector<Span>& mine : placed[i]) {
-            for (i64 k = *count++; k > 0; --k, span += 3) mine.push_back({static_cast<int>(span[0]), span[1], span[2]});
+        Placement& mine = placed.emplace_back(&memory);
+        for (i64 rank = 0; rank < r[RANKS]; ++rank) {
+            for (i64 k = *count++; k > 0; --k, span += 3) {
+                mine.spans.push_back({static_cast<int>(span[0]), span[1], span[2]});
+            }
+            mine.at.push_back(mine.spans.size());
         }
-        std::vector<const Placement*> states;
+        std::pmr::monotonic_buffer_resource passing(jobs.scratch.get(), Jobs::kScratch);
+        Placements states(&passing);
         for (i64 k = 0; k < r[READS]; ++k) states.push_back(&placed[*read++]);
         PassSpec p;
         p.primitive = static_cast<int>(r[PRIMITIVE]);
@@ -51,7 +57,7 @@ py::array_t<i64> rank_times(
         p.keep = r[KEEP];
         p.prefetch = r[PREFETCH];
         p.offload = r[OFFLOAD];
-        const Loads loads = PassRows(jobs.forest, c, placed[i], states, r[START]).loads(p);
+        const Loads loads = PassRows(jobs.forest, c, placed[i], states, r[START], &passing).loads(p);
         const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
         for (std::size_t rank = 0; rank < loads.ranks.size(); ++rank, out += 5) {
             const PassPrice price(c, &loads.ranks[rank], 1, loads.stages, p, false);

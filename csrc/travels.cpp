@@ -1,80 +1,99 @@
 // Loads of a pass whose keys go node by node or in a ring, or whose queries travel: see loads.cpp.
 #include <algorithm>
 
+#include "loads.h"
 #include "masks.h"
-#include "pricing.h"
 
 namespace augtree {
 
+// What ranks get, and send, as relays; and whom they send to: at first, and handing on.
+struct PassRows::Relays {
+    Vec<i64> far_in, more_in, sent;
+    Mask first, then;
+};
+
 // Keys cross to another node once, to a relay, which hands them on there: see loads._handed_on. What a rank wants
 // from far comes from a relay of its node instead, unless it is the relay itself.
-void PassRows::handed_on(std::vector<RankLoad>& out) {
+void PassRows::handed_on(Vec<RankLoad>& out) {
+    const auto none = [&] { return Vec<i64>(world_, 0, memory_); };
+    const auto nobody = [&] { return Mask(static_cast<std::size_t>(world_) * words_, 0, memory_); };
+    Relays relays{none(), none(), none(), nobody(), nobody()};
+    const Viewers* seen = span_viewers_.data();
     for (RankLoad& x : out) {
         x.kv_out -= x.kv_far_out;  // what goes to its own node
-        x.kv_far_in = x.kv_far_out = 0;
+        x.kv_far_out = 0;
     }
-    std::vector<const Placement*> kinds{&placement_};
-    kinds.insert(kinds.end(), states_.begin(), states_.end());
-    Mask first(static_cast<std::size_t>(world_) * words_, 0), then = first;
     for (int src = 0; src < world_; ++src) {
         // What everyone sees goes the same way.
         i64 everyone = 0;
         const std::uint64_t* all = nullptr;
-        for (const Placement* kind : kinds) {
+        const auto send = [&](i64 rows, const std::uint64_t* mask) {
+            const i64 crossing = rows * relay(src, rows, mask, relays);
+            out[src].kv_out += crossing;
+            out[src].kv_far_out += crossing;
+        };
+        for (const Placement* kind : kinds_) {
             for (const Span& s : (*kind)[src]) {
-                const Viewers seen = viewers(s);
-                if (seen.count == world_) {
+                if (seen->count == world_) {
                     everyone += s.hi - s.lo;
-                    all = seen.mask;
-                } else if (seen.count) {
-                    relay(src, s.hi - s.lo, seen.mask, out, first.data(), then.data());
+                    all = seen->mask;
+                } else if (seen->count) {
+                    send(s.hi - s.lo, seen->mask);
                 }
+                ++seen;
             }
         }
-        if (all) relay(src, everyone, all, out, first.data(), then.data());
+        if (all) send(everyone, all);
     }
     for (int rank = 0; rank < world_; ++rank) {
+        RankLoad& x = out[rank];
+        x.kv_far_in = relays.far_in[rank];
+        x.kv_in += relays.more_in[rank];
+        x.kv_out += relays.sent[rank];
         const std::size_t at = static_cast<std::size_t>(rank) * words_;
-        std::uint64_t *mine = &first[at], *on = &then[at];
+        std::uint64_t *mine = &relays.first[at], *on = &relays.then[at];
         unset(mine, rank);
         unset(on, rank);
-        out[rank].messages = count(mine, words_) + count(on, words_);
+        x.messages = count(mine, words_) + count(on, words_);
     }
 }
 
-// Some rows of a rank on their way to those who see them; the masks say whom ranks send to: at first, and handing on.
-void PassRows::relay(int src, i64 rows, const std::uint64_t* seen, std::vector<RankLoad>& out, std::uint64_t* first,
-                     std::uint64_t* then) const {
+// Some rows of a rank on their way to those who see them. Returns how many machine nodes they cross to.
+i64 PassRows::relay(int src, i64 rows, const std::uint64_t* seen, Relays& relays) const {
     const Machine& home = machines_[node_of_[src]];
-    std::uint64_t* mine = first + static_cast<std::size_t>(src) * words_;
-    for (int w = home.first >> 6; w <= (home.end - 1) >> 6; ++w) mine[w] |= seen[w] & home.ranks[w];
+    const int place = src - home.first;
+    std::uint64_t* mine = &relays.first[static_cast<std::size_t>(src) * words_];
     i64 crossings = 0;
     for (const Machine& machine : machines_) {
-        if (&machine == &home) continue;
-        const i64 wanting = of_machine(seen, machine);
-        if (!wanting) continue;
-        const int relay = machine.first + (src - home.first) % (machine.end - machine.first);
+        const int word = machine.first >> 6, last = (machine.end - 1) >> 6;
+        const bool at_home = &machine == &home;
+        const int relay = machine.first + (place < machine.size() ? place : place % machine.size());
+        std::uint64_t* on = at_home ? mine : &relays.then[static_cast<std::size_t>(relay) * words_];
+        i64 wanting = 0;
+        for (int w = word; w <= last; ++w) {
+            const std::uint64_t ranks = machine.in_word(w), wanted = seen[w] & ranks;
+            if (!wanted) continue;
+            on[w] |= wanted;
+            // Mostly all of them or none.
+            wanting += wanted == ranks && word == last ? machine.size() : bits(wanted);
+        }
+        if (at_home || !wanting) continue;
         const bool itself = test(seen, relay);
-        RankLoad& x = out[relay];
         crossings += 1;
-        x.kv_far_in += rows;
-        x.kv_in += itself ? 0 : rows;  // otherwise it was counted
-        x.kv_out += rows * (wanting - itself);
+        relays.far_in[relay] += rows;
+        relays.more_in[relay] += itself ? 0 : rows;  // otherwise it was counted
+        relays.sent[relay] += rows * (wanting - itself);
         set(mine, relay);
-        std::uint64_t* on = then + static_cast<std::size_t>(relay) * words_;
-        for (int w = machine.first >> 6; w <= (machine.end - 1) >> 6; ++w) on[w] |= seen[w] & machine.ranks[w];
     }
-    out[src].kv_out += rows * crossings;
-    out[src].kv_far_out += rows * crossings;
+    return crossings;
 }
 
-void PassRows::ring(std::vector<RankLoad>& out) {
-    std::vector<i64> shards(world_, 0);
+void PassRows::ring(Vec<RankLoad>& out) {
+    Vec<i64> shards(world_, 0, memory_);
     i64 total = 0;
     for (int rank = 0; rank < world_; ++rank) {
-        for (const Span& s : placement_[rank]) shards[rank] += s.hi - s.lo;
-        for (const Placement* state : states_) {
-            for (const Span& s : (*state)[rank]) shards[rank] += s.hi - s.lo;
+        for (const Placement* kind : kinds_) {
+            for (const Span& s : (*kind)[rank]) shards[rank] += s.hi - s.lo;
         }
         total += shards[rank];
     }
@@ -92,12 +111,13 @@ void PassRows::ring(std::vector<RankLoad>& out) {
     }
 }
 
-void PassRows::move_q(std::vector<RankLoad>& out) {
-    gather(out, false);
+void PassRows::move_q(Vec<RankLoad>& out) {
+    gather(out, Placements({&placement_}, memory_));
+    const Placements states(kinds_.begin() + 1, kinds_.end(), memory_);
     std::vector<std::vector<i64>> rows(world_, std::vector<i64>(world_, 0)), pairs = rows;  // [holder][query's rank]
     std::vector<i64> total(f_.rows.size(), 0);
     for (int holder = 0; holder < world_; ++holder) {
-        for (const Placement* state : states_) {
+        for (const Placement* state : states) {
             for (const Span& s : (*state)[holder]) total[s.node] += s.hi - s.lo;
         }
         for (int src = 0; src < world_; ++src) {
@@ -105,7 +125,7 @@ void PassRows::move_q(std::vector<RankLoad>& out) {
                 i64 seen = 0;
                 for (int a : f_.ancestors[q.node]) seen += total[a];
                 if (total[q.node]) {
-                    for (const Placement* state : states_) {
+                    for (const Placement* state : states) {
                         for (const Span& s : (*state)[holder]) {
                             if (s.node == q.node && s.hi <= q.lo) seen += s.hi - s.lo;
                         }
@@ -115,11 +135,11 @@ void PassRows::move_q(std::vector<RankLoad>& out) {
                 pairs[holder][src] += (q.hi - q.lo) * seen;
             }
         }
-        for (const Placement* state : states_) {
+        for (const Placement* state : states) {
             for (const Span& s : (*state)[holder]) total[s.node] = 0;
         }
     }
-    Mask receivers(words_);
+    Mask receivers(words_, 0, memory_);
     for (int rank = 0; rank < world_; ++rank) {
         RankLoad& x = out[rank];
         std::fill(receivers.begin(), receivers.end(), 0);

@@ -16,11 +16,6 @@ i64 ceil_share(i64 value, i64 share, i64 shares) {
     return static_cast<i64>((static_cast<i128>(value) * share + shares - 1) / shares);
 }
 
-template <class Values>
-int first_max(const Values& v) {
-    return static_cast<int>(std::max_element(v.begin(), v.end()) - v.begin());
-}
-
 }  // namespace
 
 void RankSums::add(const RankSums& o) {
@@ -42,12 +37,8 @@ void RankSums::add(const RankSums& o) {
     reach += o.reach;
 }
 
-TypicalBlock::TypicalBlock(const Forest& f, const Constants& c, const Nodes& leaves, i64 width, i64 unit)
-    : f_(f), c_(c), leaves_(leaves), width_(width), unit_(unit), mates_(std::min(width, c.node_ranks)),
-      machine_nodes_((width + c.node_ranks - 1) / c.node_ranks) {}
-
-RankSums TypicalBlock::part(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const {
-    RankSums x;
+RankSums TypicalBlock::sums_of(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const {
+    RankSums x{};
     const i64 start = f_.starts[s.node] + s.lo, of = s.hi - s.lo, rows = ceil_share(of, share, shares);
     x.rows = rows;
     x.scored = std::min(f_.scored[s.node] * (ranks > 1 ? 2 : 1), rows);
@@ -68,141 +59,180 @@ RankSums TypicalBlock::part(const Span& s, i64 ranks, bool inner, i64 share, i64
     return x;
 }
 
-// Leaves by rows, and by cost for dealing; what each gives to a rank where it is cut over the block, or dealt to
-// one lane.
-void TypicalBlock::order_leaves() {
-    if (ordered_) return;
-    ordered_ = true;
-    const std::size_t n = leaves_.size();
-    by_rows_ = leaves_;
+// Leaves by rows, and by cost for dealing.
+void TypicalBlock::start(const Nodes& leaves, i64 width) {
+    width_ = width;
+    mates_ = std::min(width, c_.node_ranks);
+    machine_nodes_ = (width + c_.node_ranks - 1) / c_.node_ranks;
+    by_rows_ = leaves;
     std::sort(by_rows_.begin(), by_rows_.end(),
               [&](int a, int b) { return f_.rows[a] != f_.rows[b] ? f_.rows[a] > f_.rows[b] : a < b; });
-    costs_.resize(n);
-    for (std::size_t i = 0; i < n; ++i) {
-        const int node = by_rows_[i];
-        costs_[i] = f_.area(node, 0, f_.rows[node]) + unit_ * f_.rows[node];
-    }
-    by_cost_.resize(n);
-    std::iota(by_cost_.begin(), by_cost_.end(), 0);
-    if (!std::is_sorted(costs_.begin(), costs_.end(), std::greater<i64>())) {
-        std::stable_sort(by_cost_.begin(), by_cost_.end(), [&](int a, int b) { return costs_[a] > costs_[b]; });
-    }
+    costs_.clear();
+    for (int node : by_rows_) costs_.push_back(f_.area(node, 0, f_.rows[node]) + unit_ * f_.rows[node]);
+    cost_rank_.clear();
+    cut_.clear();
+    dealt_.clear();
+    if (std::is_sorted(costs_.begin(), costs_.end(), std::greater<i64>())) return;
+    std::vector<int> by_cost(costs_.size());
+    std::iota(by_cost.begin(), by_cost.end(), 0);
+    std::stable_sort(by_cost.begin(), by_cost.end(), [&](int a, int b) { return costs_[a] > costs_[b]; });
+    cost_rank_.resize(costs_.size());
+    for (std::size_t i = 0; i < by_cost.size(); ++i) cost_rank_[by_cost[i]] = static_cast<int>(i);
 }
 
+// What each leaf gives to a rank where it is cut over the block, or dealt to one lane.
 const std::vector<RankSums>& TypicalBlock::even_parts(i64 ranks) {
     std::vector<RankSums>& parts = ranks == width_ ? cut_ : dealt_;  // lanes of a block have one size
     if (parts.empty()) {
         parts.reserve(by_rows_.size());
-        for (int node : by_rows_) parts.push_back(part({node, 0, f_.rows[node]}, ranks, false, 1, ranks));
+        for (int node : by_rows_) parts.push_back(sums_of({node, 0, f_.rows[node]}, ranks, false, 1, ranks));
     }
     return parts;
 }
 
 RankSums TypicalBlock::inner_sums(const std::vector<Span>& inner) const {
-    RankSums sums;
-    for (const Span& s : inner) sums.add(part(s, width_, true, 1, width_));
+    RankSums sums{};
+    for (const Span& s : inner) sums.add(sums_of(s, width_, true, 1, width_));
     return sums;
 }
 
 TypicalRows::TypicalRows(const TypicalBlock& block)
     : width_(block.width_), mates_(block.mates_), machine_nodes_(block.machine_nodes_) {}
 
-TypicalRows TypicalBlock::spine(const std::vector<Span>& inner, i64 state_rows) const {
-    TypicalRows found(*this);
+TypicalRows& TypicalBlock::spine(
+    const RankSums& inner, i64 state_rows, std::vector<TypicalRows>& into) const {
+    TypicalRows& found = into.emplace_back(*this);
     found.state_rows_ = state_rows;
-    found.add_rank(inner_sums(inner));
+    found.add_rank(inner);
     return found;
 }
 
-TypicalRows TypicalBlock::with_leaves(
-    const std::vector<Span>& inner, const std::vector<char>* taken, i64 lane_degree, i64 wide, i64 state_rows,
-    i64 state_nodes) {
-    TypicalRows found(*this);
+TypicalRows& TypicalBlock::with_leaves(
+    const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide, i64 state_rows, i64 nodes,
+    std::vector<TypicalRows>& into) {
+    TypicalRows& found = into.emplace_back(*this);
     found.lane_degree_ = lane_degree;
     found.state_rows_ = state_rows;
-    found.whole_ = static_cast<i64>(inner.size()) + state_nodes;
-    order_leaves();
-    const RankSums above = inner_sums(inner);
-    const std::size_t n = by_rows_.size();
-    std::vector<int>& mine = mine_;
-    mine.clear();
-    for (std::size_t i = 0; i < n; ++i) {
-        if (taken && !(*taken)[i]) continue;
-        mine.push_back(static_cast<int>(i));
-        const int node = by_rows_[i];
-        found.leaf_rows_ += f_.rows[node];
-        found.leaf_reach_ += f_.rows[node] * f_.starts[node];
-    }
+    found.whole_ = nodes;
+    found.leaf_rows_ = part.rows;
+    found.leaf_reach_ = part.reach;
     if (lane_degree == width_) {
-        RankSums all = above;
-        const std::vector<RankSums>& parts = even_parts(width_);
-        for (int i : mine) all.add(parts[i]);
-        found.add_rank(all);
+        RankSums& sums = found.add_rank(inner);
+        const std::vector<RankSums>& even = even_parts(width_);
+        for (int leaf : part.members) sums.add(even[leaf]);
         return found;
     }
-    const std::size_t cut = std::min(static_cast<std::size_t>(wide), mine.size());
+    const std::size_t cut = std::min(static_cast<std::size_t>(wide), part.members.size());
+    const i64 lanes = width_ / lane_degree;
     i64 amount = 0;
-    for (std::size_t k = 0; k < cut; ++k) amount += costs_[mine[k]];
-    // Of those that are dealt, the costliest first, to the lane with the least.
-    const int first_dealt = cut < mine.size() ? mine[cut] : static_cast<int>(n);
-    LeastLoaded lanes(std::vector<i64>(width_ / lane_degree, 0));
-    where_.assign(n, -1);
-    for (int i : by_cost_) {
-        if (i >= first_dealt && (!taken || (*taken)[i])) where_[i] = lanes.add(costs_[i]);
-    }
-    const std::vector<i64>& loads = lanes.loads();
-    const std::vector<i64> shares = cut ? level(loads, amount) : std::vector<i64>(loads.size(), 0);
+    for (std::size_t k = 0; k < cut; ++k) amount += costs_[part.members[k]];
+    deal(part, cut, lanes);
+    const Shares shares = amount ? level_lanes(lanes, amount) : Shares{0, 0};
     const std::vector<RankSums>& whole = even_parts(lane_degree);
-    const int fullest = first_max(loads), most = first_max(shares);
-    for (int lane : {fullest, most}) {
-        RankSums sums = above;
-        for (std::size_t k = 0; k < cut && shares[lane]; ++k) {
-            const int node = by_rows_[mine[k]];
-            sums.add(part({node, 0, f_.rows[node]}, width_, false, shares[lane], amount * lane_degree));
+    const auto add_lane = [&](int lane, i64 share) {
+        RankSums& sums = found.add_rank(inner);
+        for (std::size_t k = 0; k < cut && share; ++k) {
+            const int node = by_rows_[part.members[k]];
+            sums.add(sums_of({node, 0, f_.rows[node]}, width_, false, share, amount * lane_degree));
         }
-        for (std::size_t k = cut; k < mine.size(); ++k) {
-            if (where_[mine[k]] == lane) sums.add(whole[mine[k]]);
+        for (std::size_t k = 0; k < dealing_.size(); ++k) {
+            if (where_[k] == lane) sums.add(whole[dealing_[k]]);
         }
-        found.add_rank(sums);
-        if (fullest == most) break;
-    }
+    };
+    const int most = amount ? emptiest_ : 0;
+    add_lane(fullest_, shares.fullest);
+    if (most != fullest_) add_lane(most, shares.most);
     return found;
 }
 
-bool TypicalRows::crosses(const PassSpec& p) const {
-    return p.node_ranks && machine_nodes_ > 1 && p.primitive == GATHER_KV;
+// Leaves but the first ones go to lanes, the costliest first, each to the lane with the least.
+void TypicalBlock::deal(const LeafSet& part, std::size_t cut, i64 lanes) {
+    dealing_.assign(part.members.begin() + static_cast<std::ptrdiff_t>(cut), part.members.end());
+    if (!cost_rank_.empty()) {
+        std::sort(dealing_.begin(), dealing_.end(),
+                  [&](int a, int b) { return cost_rank_[a] < cost_rank_[b]; });
+    }
+    const std::size_t count = dealing_.size();
+    where_.resize(count);
+    loads_.clear();
+    fullest_ = emptiest_ = 0;
+    if (!count) return;
+    const i64 last = costs_[dealing_.back()];
+    if (static_cast<i64>(count) <= lanes && last > 0) {  // one each
+        std::iota(where_.begin(), where_.end(), 0);
+        for (std::size_t k = count; k-- > 0;) loads_.push_back(costs_[dealing_[k]]);
+        emptiest_ = static_cast<int>(count);
+        if (emptiest_ < lanes) return;
+        // None is empty: the first of those with the least.
+        while (emptiest_ > 0 && costs_[dealing_[emptiest_ - 1]] == last) --emptiest_;
+        return;
+    }
+    lanes_.start(static_cast<std::size_t>(lanes));
+    for (std::size_t k = 0; k < count; ++k) where_[k] = lanes_.add(costs_[dealing_[k]]);
+    loads_ = lanes_.loads();
+    fullest_ = static_cast<int>(std::max_element(loads_.begin(), loads_.end()) - loads_.begin());
+    emptiest_ = static_cast<int>(std::min_element(loads_.begin(), loads_.end()) - loads_.begin());
+    std::sort(loads_.begin(), loads_.end());
 }
 
-i64 TypicalRows::landings_of(const PassSpec& p) const {
+// What an amount that levels the lanes gives to the fullest, and to the emptiest, which gets the most. The
+// same as `level`, of which the other lanes' shares are not needed.
+TypicalBlock::Shares TypicalBlock::level_lanes(i64 lanes, i64 amount) const {
+    const i64 empty = lanes - static_cast<i64>(loads_.size());
+    const auto load = [&](i64 i) { return i < empty ? 0 : loads_[i - empty]; };
+    const i64 highest = load(lanes - 1);
+    const auto full = std::lower_bound(loads_.begin(), loads_.end(), highest);
+    const i64 fullest = highest ? empty + (full - loads_.begin()) : 0;
+    Shares shares{0, 0};
+    i64 left = amount, height = load(0);
+    for (i64 count = std::max<i64>(empty, 1); count <= lanes && left; ++count) {
+        const bool last = count == lanes;
+        const i64 gap = last ? 0 : load(count) - height;
+        const bool reaches = !last && static_cast<i128>(gap) * count <= left;
+        const i64 rise = reaches ? gap : left / count;
+        shares.most += rise;
+        shares.fullest += count > fullest ? rise : 0;
+        left -= rise * count;
+        height += rise;
+        if (!last && height < load(count)) break;
+    }
+    shares.most += 0 < left;
+    shares.fullest += fullest < left;
+    return shares;
+}
+
+Landing TypicalRows::landing(const PassSpec& p) const {
+    const bool crosses = p.node_ranks && machine_nodes_ > 1 && p.primitive == GATHER_KV;
     const i64 last = width_ - (machine_nodes_ - 1) * mates_;
-    return landings(p, width_, mates_, last, machine_nodes_, crosses(p));
+    const i64 found = landings(p, width_, mates_, last, machine_nodes_, crosses);
+    return {crosses, found, cut_tiles(found, width_, crosses), cut_tiles(found, lane_degree_, false),
+            std::min(found, lane_degree_ - 1)};
 }
 
-RankLoad TypicalRows::load(const RankSums& sums, const PassSpec& p) const {
-    const i64 landings = landings_of(p), cut = cut_tiles(landings, width_, crosses(p));
-    RankLoad x;
+void TypicalRows::load(const RankSums& sums, const PassSpec& p, const Landing& landing, RankLoad& x) const {
+    const i64 landings = landing.landings;
     x.rows = sums.rows;
     x.scored = sums.scored;
     x.pairs = sums.pairs;
     x.early = sums.early + (p.primitive == MOVE_Q ? 0 : sums.leaves_early);
     x.diagonal = sums.diagonal;
     x.triangle = sums.triangle;
-    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (landings + 1) + sums.cuts * cut +
-              sums.lane_cuts * cut_tiles(landings, lane_degree_, false);
+    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (landings + 1) + sums.cuts * landing.cut +
+              sums.lane_cuts * landing.lane_cut;
     x.merged = x.rows + sums.below * (landings + 1) + sums.cut_rows * landings +
-               sums.lane_cut_rows * std::min(landings, lane_degree_ - 1);
-    traffic(sums, p, x);
+               sums.lane_cut_rows * landing.lane_landings;
+    x.visiting = x.q_in = x.q_out = x.q_far_in = x.q_far_out = 0;
+    traffic(sums, p, landing.crosses, x);
     if (p.primitive == MOVE_Q) visits(sums, x);
-    return x;
 }
 
-void TypicalRows::traffic(const RankSums& sums, const PassSpec& p, RankLoad& x) const {
+void TypicalRows::traffic(const RankSums& sums, const PassSpec& p, bool crosses, RankLoad& x) const {
     const i64 d = width_, m = mates_;
     i64 shared = sums.shared;
     if (p.primitive != MOVE_Q && d > 1) shared += state_rows_;
     i64 far = shared * (d - m) / d, near = shared * (m - 1) / d;
     x.messages = shared ? d - 1 : sums.in_lane ? lane_degree_ - 1 : 0;
-    if (crosses(p) && shared) {
+    if (crosses && shared) {
         const i64 once = shared * (machine_nodes_ - 1) / d;
         near += far - once;
         far = once;
@@ -227,16 +257,14 @@ void TypicalRows::visits(const RankSums& sums, RankLoad& x) const {
     x.messages = 2 * (d - 1);
 }
 
-TypicalLoads TypicalRows::loads(const PassSpec& p) const {
-    TypicalLoads found;
+void TypicalRows::loads(const PassSpec& p, const Landing& landing, TypicalLoads& into) const {
     bool moves = false;
     for (int i = 0; i < count_; ++i) {
-        found.ranks[i] = load(ranks_[i], p);
-        moves = moves || found.ranks[i].messages;
+        load(ranks_[i], p, landing, into.ranks[i]);
+        moves = moves || into.ranks[i].messages;
     }
-    found.count = count_;
-    if (width_ > 1 && moves) found.stages = p.primitive == MOVE_Q ? 2 : landings_of(p);
-    return found;
+    into.count = count_;
+    into.stages = width_ == 1 || !moves ? 0 : p.primitive == MOVE_Q ? 2 : landing.landings;
 }
 
 }  // namespace augtree

@@ -1,18 +1,18 @@
 // A block's heaviest ranks in closed forms: the twin of planning/typical.py.
 #pragma once
 
-#include "pricing.h"
+#include "loads.h"
 
 namespace augtree {
 
 // Sums over the parts of nodes that lie on one rank.
 struct RankSums {
-    i64 rows = 0, scored = 0, pairs = 0, early = 0, leaves_early = 0, diagonal = 0, triangle = 0;
-    i64 below = 0;               // rows with something above them
-    i64 cuts = 0, cut_rows = 0;            // parts of nodes cut over the block, and their rows
-    i64 lane_cuts = 0, lane_cut_rows = 0;  // the same of nodes cut over a lane
-    i64 parts = 0, shared = 0, in_lane = 0;
-    i64 reach = 0;               // pairs of its rows and of what is above them
+    i64 rows, scored, pairs, early, leaves_early, diagonal, triangle;
+    i64 below;                     // rows with something above them
+    i64 cuts, cut_rows;            // parts of nodes cut over the block, and their rows
+    i64 lane_cuts, lane_cut_rows;  // the same of nodes cut over a lane
+    i64 parts, shared, in_lane;
+    i64 reach;                     // pairs of its rows and of what is above them
     void add(const RankSums& o);
 };
 
@@ -24,20 +24,36 @@ struct TypicalLoads {
 
 class TypicalBlock;
 
+// Some leaves of a block: a wave, or all of them.
+struct LeafSet {
+    std::vector<int> members;        // numbers of leaves by rows, the longest first
+    i64 rows = 0, reach = 0;         // of all of them, and their pairs with what is above them
+    void clear() {
+        members.clear();
+        rows = reach = 0;
+    }
+};
+
+// How a block's keys land, whatever rows they belong to; see loads.cpp.
+struct Landing {
+    bool crosses;
+    i64 landings, cut, lane_cut, lane_landings;  // tiles of a node cut over the block, over a lane
+};
+
 // The heaviest ranks of a lay: the fullest lane's, and one that takes most of the cut leaves.
 class TypicalRows {
 public:
-    TypicalLoads loads(const PassSpec& p) const;
+    explicit TypicalRows(const TypicalBlock& block);
+    // Into what was made for other rows, or for none: clearing it all each time would take long.
+    void loads(const PassSpec& p, const Landing& landing, TypicalLoads& into) const;
+    Landing landing(const PassSpec& p) const;
 
 private:
     friend class TypicalBlock;
-    explicit TypicalRows(const TypicalBlock& block);
-    void add_rank(const RankSums& sums) { ranks_[count_++] = sums; }
-    RankLoad load(const RankSums& sums, const PassSpec& p) const;
-    void traffic(const RankSums& sums, const PassSpec& p, RankLoad& x) const;
+    RankSums& add_rank(const RankSums& sums) { return ranks_[count_++] = sums; }
+    void load(const RankSums& sums, const PassSpec& p, const Landing& landing, RankLoad& x) const;
+    void traffic(const RankSums& sums, const PassSpec& p, bool crosses, RankLoad& x) const;
     void visits(const RankSums& sums, RankLoad& x) const;
-    bool crosses(const PassSpec& p) const;
-    i64 landings_of(const PassSpec& p) const;
 
     i64 width_, mates_, machine_nodes_;
     i64 lane_degree_ = 1, state_rows_ = 0;
@@ -47,38 +63,50 @@ private:
     int count_ = 0;
 };
 
-// Lays of some leaves on a block.
+// Lays of some leaves on a block. It is used for one block after the other, and keeps its memory.
 class TypicalBlock {
 public:
-    TypicalBlock(const Forest& f, const Constants& c, const Nodes& leaves, i64 width, i64 unit);
-    // Inner nodes, or some of their rows, alone.
-    TypicalRows spine(const std::vector<Span>& inner, i64 state_rows) const;
-    // Inner nodes and leaves; `taken` [leaf by rows] says which leaves, none that all are.
-    TypicalRows with_leaves(const std::vector<Span>& inner, const std::vector<char>* taken, i64 lane_degree, i64 wide,
-                            i64 state_rows, i64 state_nodes);
+    TypicalBlock(const Forest& f, const Constants& c, i64 unit) : f_(f), c_(c), unit_(unit) {}
+    void start(const Nodes& leaves, i64 width);
+    // What some inner nodes, or some of their rows, give to each rank.
+    RankSums inner_sums(const std::vector<Span>& inner) const;
+    // Inner nodes alone.
+    TypicalRows& spine(const RankSums& inner, i64 state_rows, std::vector<TypicalRows>& into) const;
+    // Inner nodes and leaves; `nodes` are above these.
+    TypicalRows& with_leaves(const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide,
+                             i64 state_rows, i64 nodes, std::vector<TypicalRows>& into);
     // Leaves by rows, the longest first.
-    const Nodes& by_rows() {
-        order_leaves();
-        return by_rows_;
+    const Nodes& by_rows() const { return by_rows_; }
+    void add(LeafSet& part, int leaf) const {
+        const int node = by_rows_[leaf];
+        part.members.push_back(leaf);
+        part.rows += f_.rows[node];
+        part.reach += f_.rows[node] * f_.starts[node];
     }
 
 private:
     friend class TypicalRows;
-    RankSums part(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const;
-    RankSums inner_sums(const std::vector<Span>& inner) const;
+    struct Shares {
+        i64 fullest, most;
+    };
+    RankSums sums_of(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const;
     const std::vector<RankSums>& even_parts(i64 ranks);
-    void order_leaves();
+    void deal(const LeafSet& part, std::size_t cut, i64 lanes);
+    Shares level_lanes(i64 lanes, i64 amount) const;
 
     const Forest& f_;
     const Constants& c_;
-    const Nodes& leaves_;
-    i64 width_, unit_, mates_, machine_nodes_;
-    bool ordered_ = false;
+    const i64 unit_;
+    i64 width_ = 1, mates_ = 1, machine_nodes_ = 1;
     Nodes by_rows_;
     std::vector<i64> costs_;               // [leaf by rows]
-    std::vector<int> by_cost_;             // numbers of leaves by rows, the costliest first
+    std::vector<int> cost_rank_;           // [leaf by rows] its place by cost; empty: the same order
     std::vector<RankSums> cut_, dealt_;    // [leaf by rows] its part where it is cut over the block, over a lane
-    std::vector<int> mine_, where_;
+    // Of the lay that is being made: what is dealt, the costliest first, its lanes, and what they have.
+    std::vector<int> dealing_, where_;
+    LeastLoaded lanes_;
+    std::vector<i64> loads_;               // the lowest first; those of no lane that is empty
+    int fullest_ = 0, emptiest_ = 0;
 };
 
 }  // namespace augtree

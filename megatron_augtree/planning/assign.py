@@ -12,6 +12,11 @@ from heapq import heapify, heapreplace
 EXACT_ITEMS = 10
 
 
+def heaviest_first(weights: Sequence[int]) -> list[int]:
+    """Items by falling weight; ties go to the lower index."""
+    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # which keeps ties in order
+
+
 def longest_first(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Give each item, heaviest first, to the least loaded bin.
 
@@ -27,7 +32,7 @@ def longest_first(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
     """
     heap, where = [(load, bin_) for bin_, load in enumerate(loads)], [0] * len(weights)
     heapify(heap)
-    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+    for item in heaviest_first(weights):
         load, target = heap[0]
         where[item] = target
         heapreplace(heap, (load + weights[item], target))
@@ -40,7 +45,7 @@ def exact(weights: Sequence[int], loads: Sequence[int]) -> list[int]:
     Guarantee: optimal. Items go heaviest first; a branch ends where a bin already reaches the best known
     largest load; of equally loaded bins only the first is tried.
     """
-    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    order = heaviest_first(weights)
     best = longest_first(weights, loads)
     limit = largest_load(weights, loads, best)
     floor = max([*loads, -(-(sum(loads) + sum(weights)) // len(loads))])

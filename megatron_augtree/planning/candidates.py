@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_augtree.planning.assign import assign
-from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.plan import Event, Plan
 from megatron_augtree.planning.recipe import Recipe, plan_of
 from megatron_augtree.planning.tree import ForestShape
@@ -90,8 +90,8 @@ def cut_pool(world: int, degree: int) -> list[tuple[int, ...]]:
 
 def split_inner(shape: ForestShape, nodes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(inner nodes, leaves) of a job's nodes: a node is inner where a child of it is in the job."""
-    parents = {shape.parents[n] for n in nodes}
-    return tuple(n for n in nodes if n in parents), tuple(n for n in nodes if n not in parents)
+    parents = set(map(shape.parents.__getitem__, nodes))
+    return tuple([n for n in nodes if n in parents]), tuple([n for n in nodes if n not in parents])
 
 
 def copies_of(
@@ -113,7 +113,7 @@ def copies_of(
     copies = min(copies, len(leaves))
     if copies < 2:
         return [tuple(nodes)]
-    own = {n: row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in nodes}
+    own = dict(zip(nodes, node_costs(shape, nodes, pairs_per_row)))
     whole, below = dict(own), {n: [] for n in nodes}
     for node in reversed(nodes):
         parent = shape.parents[node]
@@ -185,10 +185,10 @@ def waves_of(
 ) -> list[tuple[int, ...]]:
     """Leaves dealt to at most `waves` waves of even cost."""
     waves = min(waves, len(leaves))
-    weights = [row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in leaves]
-    where = assign(weights, [0] * waves)
-    dealt = [tuple(n for n, target in zip(leaves, where) if target == wave) for wave in range(waves)]
-    return [wave for wave in dealt if wave]
+    dealt: list[list[int]] = [[] for _ in range(waves)]
+    for leaf, wave in zip(leaves, assign(node_costs(shape, leaves, pairs_per_row), [0] * waves)):
+        dealt[wave].append(leaf)
+    return [tuple(wave) for wave in dealt if wave]
 
 
 def chunk_rows(shape: ForestShape, inner: Sequence[int], chunks: int) -> list[tuple[int, int]]:
@@ -243,15 +243,11 @@ def job_recipes(
         )  # fmt: skip
         events.append(Event("forward", first + index))
     spines = tuple(range(first, first + len(runs)))
-    waves = {"keep_layers": choice.wave_layers, "keep_attention": choice.wave_attention}
+    waves = {**common, **lanes, **travel, "reads": spines, "primitive": choice.primitive}
+    waves |= {"keep_layers": choice.wave_layers, "keep_attention": choice.wave_attention}
     for wave in waves_of(shape, leaves, choice.waves, pairs_per_row):
         index = first + len(recipes)
-        recipes.append(
-            Recipe(
-                kind="replay", leaves=wave, reads=spines, primitive=choice.primitive,
-                prefetch=choice.prefetch, **common, **lanes, **travel, **waves,
-            )
-        )  # fmt: skip
+        recipes.append(Recipe(kind="replay", leaves=wave, prefetch=choice.prefetch, **waves))
         events += [Event("forward", index), Event("backward", index)]
     return recipes, [*events, *(Event("backward", index) for index in reversed(spines))]
 
@@ -277,7 +273,7 @@ def build(choice: Choice, shape: ForestShape, world: int, pairs_per_row: int) ->
         for part in copies_of(shape, tree, choice.copies, pairs_per_row)
     ]
     taken: list[set[int]] = [set() for _ in blocks]
-    costs = [sum(row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in part) for part in parts]
+    costs = [sum(node_costs(shape, part, pairs_per_row)) for part in parts]
     for part, where in zip(parts, _to_blocks(costs, blocks, [part[0] for part in parts])):
         taken[where].update(part)
     recipes: list[Recipe] = []

@@ -7,7 +7,9 @@ The core takes only int64 tables, and only where every integer that it may meet 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
+from operator import mul
 from types import ModuleType
 
 import numpy as np
@@ -65,7 +67,7 @@ class FastJobs(Jobs):
         numbers += [room, slot_weight, pairs_per_row]
         tables = [shape.parents, shape.rows, shape.scored, constants(prices), numbers]
         tables += [options.pieces, options.chunks, options.waves]
-        self._core = core.Jobs(*map(native.table, tables))
+        self._core = core.Jobs(*(np.array(values, np.int64) for values in tables))  # see `_bounded`
 
     def estimate(self, nodes: Sequence[int], width: int) -> Offer | None:
         return _offer(self._core.estimate(nodes, width))
@@ -119,23 +121,30 @@ class FastJobs(Jobs):
 def _offer(numbers: Sequence[int] | None) -> Offer | None:
     if numbers is None:
         return None
-    (cost, time, slot, peak, degree, phase, chunks, waves, primitive, pieces, node_ranks, prefetch, lane,
+    cost, time, slot, peak, *rest = numbers
+    return Offer(cost, time, slot, peak, _choice(tuple(rest)))
+
+
+@lru_cache(maxsize=4096)
+def _choice(numbers: tuple[int, ...]) -> Choice:
+    """A choice from its numbers; a batch has thousands of offers and a few dozen choices."""
+    (degree, phase, chunks, waves, primitive, pieces, node_ranks, prefetch, lane,
      wide, keep, whole, attention, wave_whole, wave_attention, offload) = numbers  # fmt: skip
-    choice = Choice(
+    return Choice(
         degree=degree, phase=_PHASES[phase], chunks=chunks, waves=waves, primitive=_PRIMITIVES[primitive],
         pieces=pieces, node_ranks=node_ranks, prefetch=bool(prefetch), lane_degree=lane, wide=wide,
         keep=bool(keep), keep_layers=whole, keep_attention=attention, wave_layers=wave_whole,
         wave_attention=wave_attention, offload=bool(offload),
     )  # fmt: skip
-    return Offer(cost, time, slot, peak, choice)
 
 
-def _choice_numbers(c: Choice) -> list[int]:
-    return [
+@lru_cache(maxsize=4096)
+def _choice_numbers(c: Choice) -> tuple[int, ...]:
+    return (
         c.degree, _PHASES.index(c.phase), c.chunks, c.waves, _PRIMITIVES.index(c.primitive), c.pieces,
         c.node_ranks, c.prefetch, c.lane_degree, c.wide, c.keep, c.keep_layers, c.keep_attention,
         c.wave_layers, c.wave_attention, c.offload,
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _recipe_table(recipes: Sequence[Recipe]) -> tuple[list[list[int]], list[int]]:
@@ -151,7 +160,8 @@ def _recipe_table(recipes: Sequence[Recipe]) -> tuple[list[list[int]], list[int]
     return rows, lists
 
 
-def constants(prices: Prices) -> list[int]:
+@lru_cache(maxsize=64)
+def constants(prices: Prices) -> tuple[int, ...]:
     """What prices are made of, in the order of ``Constants`` in csrc/pricing.h."""
     m, c = prices.model, prices.cluster
     value = m.q_heads * m.v_dim
@@ -166,13 +176,12 @@ def constants(prices: Prices) -> list[int]:
     ]  # fmt: skip
     rates = [prices.linear, prices.vocabulary, prices.beside, prices.merging, prices.attention, prices.link]
     rates += [prices.nic, prices.host or prices.nic]
-    return sizes + [number for rate in rates for number in rate]
+    return (*sizes, *chain.from_iterable(rates))
 
 
 def _bounded(shape: ForestShape, prices: Prices, pairs_per_row: int, room: int, world: int) -> bool:
     """Whether every integer that pricing this forest may meet stays below `native.LIMIT`."""
-    numbers = constants(prices)
-    if any(abs(x) >= native.LIMIT for x in (*numbers, *shape.rows, room, pairs_per_row)):
+    if max(*map(abs, constants(prices)), *shape.rows, abs(room), pairs_per_row) >= native.LIMIT:
         return False
     return _largest(shape, prices, pairs_per_row, world) < native.LIMIT
 
@@ -181,7 +190,7 @@ def _largest(shape: ForestShape, prices: Prices, pairs_per_row: int, world: int)
     """An upper bound of what pricing meets: all rows on one rank, sent to all others, in every pass."""
     m, c = prices.model, prices.cluster
     rows = shape.total_rows + len(shape.rows)
-    pairs = sum(shape.area(node) for node in range(len(shape.rows)))
+    pairs = sum(map(mul, shape.starts, shape.rows)) + sum(map(mul, shape.rows, shape.rows))
     costs = 8 * (pairs + pairs_per_row * rows)
     padded = (pairs + rows * c.tile_rows) * (c.query_rows + 1)
     tiles = (2 * len(shape.rows) + 4) * (world + 2)

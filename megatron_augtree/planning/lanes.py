@@ -20,6 +20,12 @@ def row_cost(shape: ForestShape, node: int, lo: int, hi: int, pairs_per_row: int
     return shape.area(node, lo, hi) + pairs_per_row * (hi - lo)
 
 
+def node_costs(shape: ForestShape, nodes: Sequence[int], pairs_per_row: int) -> list[int]:
+    """`row_cost` of whole nodes."""
+    starts, rows = shape.starts, shape.rows
+    return [(2 * starts[n] + rows[n] + 1) * rows[n] // 2 + pairs_per_row * rows[n] for n in nodes]
+
+
 def place_inner(shape: ForestShape, nodes: Sequence[int], degree: int) -> list[tuple[int, list[Span]]]:
     """Zigzag pieces of some nodes over the whole block."""
     pieces = []
@@ -32,9 +38,10 @@ def loads_of(
     shape: ForestShape, pieces: Sequence[tuple[int, Sequence[Span]]], degree: int, pairs_per_row: int
 ) -> list[int]:
     """[block rank] cost of some pieces."""
-    loads = [0] * degree
+    loads, starts = [0] * degree, shape.starts
     for rank, spans in pieces:
-        loads[rank] += sum(row_cost(shape, *span, pairs_per_row) for span in spans)
+        for node, lo, hi in spans:  # `row_cost`, without a call for each of so many spans
+            loads[rank] += (hi - lo) * (2 * starts[node] + lo + hi + 1) // 2 + pairs_per_row * (hi - lo)
     return loads
 
 
@@ -60,30 +67,29 @@ def place(
             shares fill up what the other leaves left uneven.
         pairs_per_row: see `row_cost`.
     """
+    if degree == 1:
+        return collect(1, [(0, [Span(n, 0, shape.rows[n]) for n in (*inner, *leaves) if shape.rows[n]])])
+    if lane_degree >= degree or wide >= len(leaves):  # nothing is left uneven
+        return collect(degree, place_inner(shape, (*inner, *leaves), degree))
     pieces = place_inner(shape, inner, degree)
     by_length = sorted(leaves, key=lambda n: (-shape.rows[n], n))
-    narrow = by_length[wide:] if lane_degree < degree else []
-    spread = by_length[:wide] if lane_degree < degree else by_length
+    spread, narrow = by_length[:wide], by_length[wide:]
     loads = loads_of(shape, pieces, degree, pairs_per_row)
     lanes = [range(lo, lo + lane_degree) for lo in range(0, degree, lane_degree)]
-    weights = [row_cost(shape, n, 0, shape.rows[n], pairs_per_row) for n in narrow]
+    weights = node_costs(shape, narrow, pairs_per_row)
     for node, lane in zip(narrow, assign(weights, [sum(loads[r] for r in lane) for lane in lanes])):
         cut = zigzag(node, 0, shape.rows[node], [1] * lane_degree)
         pieces += zip(lanes[lane], cut)
-    loads = loads_of(shape, pieces, degree, pairs_per_row)
+    loads = loads_of(shape, pieces, degree, pairs_per_row) if spread else []
     for node in spread:
-        shares = _shares(shape, node, loads, pairs_per_row, even=not narrow)
+        shares = _shares(shape, node, loads, pairs_per_row)
         cut = list(enumerate(zigzag(node, 0, shape.rows[node], shares)))
         pieces += cut
         loads = [a + b for a, b in zip(loads, loads_of(shape, cut, degree, pairs_per_row))]
     return collect(degree, pieces)
 
 
-def _shares(
-    shape: ForestShape, node: int, loads: Sequence[int], pairs_per_row: int, *, even: bool
-) -> list[int]:
+def _shares(shape: ForestShape, node: int, loads: Sequence[int], pairs_per_row: int) -> list[int]:
     """How much of a wide leaf each rank takes; a zigzag's cost is nearly proportional to its rows."""
-    if even:
-        return [1] * len(loads)
     shares = level(loads, row_cost(shape, node, 0, shape.rows[node], pairs_per_row))
     return shares if any(shares) else [1] * len(loads)

@@ -42,11 +42,14 @@ class SmallWaves:
 
     def _cheaper(self, job: Job) -> Offer | None:
         jobs, now = self.jobs, job.offer
-        inner, leaves = split_inner(jobs.shape, job.nodes)
+        scores = jobs.shape.scored
         most, width = jobs.prices.model.logit_rows, now.choice.degree
-        scored = sum(jobs.shape.scored[n] for n in leaves) // width
+        if not 0 < most < sum(map(scores.__getitem__, job.nodes)) // width:  # most jobs end here
+            return None
+        inner, leaves = split_inner(jobs.shape, job.nodes)
+        scored = sum(scores[n] for n in leaves) // width
         saved = jobs.prices.vocabulary.ns(scored)
-        if not inner or not 0 < most < scored or 2 * self.launch_ns >= saved:
+        if not inner or most >= scored or 2 * self.launch_ns >= saved:
             return None
         least, best = -(-scored // most), None
         for waves in dict.fromkeys(min(len(leaves), n) for n in (least, least + 1, 2 * least, len(leaves))):

@@ -64,7 +64,7 @@ class Pass:
 
     @cached_property
     def nodes(self) -> frozenset[int]:
-        return frozenset(span.node for spans in self.placement for span in spans)
+        return frozenset([span[0] for spans in self.placement for span in spans])
 
 
 class Event(NamedTuple):
@@ -228,7 +228,7 @@ class Plan:
             require(
                 p.kind in KINDS and p.primitive in PRIMITIVES,
                 "a pass has a known kind and primitive",
-                f"pass {p.id}: {p.kind}, {p.primitive}",
+                lambda p=p: f"pass {p.id}: {p.kind}, {p.primitive}",
             )
             check_pass(self, p)
         for job, passes in enumerate(self.jobs):

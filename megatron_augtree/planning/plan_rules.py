@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from megatron_augtree.config import AugTreeError
+from megatron_augtree.planning.placement import Span
 
 if TYPE_CHECKING:
     from megatron_augtree.planning.plan import Pass, Plan
+
+#: node -> spans of it.
+_Held = dict[int, list[Span]]
 
 
 def check_pass(plan: Plan, p: Pass) -> None:
@@ -16,95 +20,124 @@ def check_pass(plan: Plan, p: Pass) -> None:
     require(
         0 <= p.id < len(plan.passes) and plan.passes[p.id] is p,
         "passes are numbered in order",
-        f"pass {p.id}",
+        lambda: f"pass {p.id}",
     )
     require(
         len(set(p.block)) == len(p.block) == len(p.placement) > 0
-        and all(0 <= rank < plan.world for rank in p.block),
+        and 0 <= min(p.block) <= max(p.block) < plan.world,
         "a block's ranks are distinct ranks of the pool",
-        f"pass {p.id}: {p.block} of {plan.world}",
+        lambda: f"pass {p.id}: {p.block} of {plan.world}",
     )
     require(
-        all(0 <= node < len(plan.shape.rows) for node in p.nodes),
+        not p.nodes or 0 <= min(p.nodes) <= max(p.nodes) < len(plan.shape.rows),
         "a pass holds nodes of the forest",
-        f"pass {p.id}: {sorted(p.nodes)} of {len(plan.shape.rows)}",
+        lambda: f"pass {p.id}: {sorted(p.nodes)} of {len(plan.shape.rows)}",
     )
     require(
-        all(list(spans) == sorted(spans) for spans in p.placement),
+        all(len(spans) < 2 or list(spans) == sorted(spans) for spans in p.placement),
         "a rank's spans are in the order of nodes and rows: tiles and transfers count on it",
-        f"pass {p.id}",
+        lambda: f"pass {p.id}",
     )
     for read in p.reads:
         require(
             0 <= read < p.id and plan.passes[read].block == p.block and plan.passes[read].job == p.job,
             "a pass reads earlier passes of its job on its block",
-            f"pass {p.id} reads {read}",
+            lambda read=read: f"pass {p.id} reads {read}",
         )
-    require(p.primitive != "move_q" or bool(p.reads), "move_q needs prompt state", f"pass {p.id}")
+    require(p.primitive != "move_q" or bool(p.reads), "move_q needs prompt state", lambda: f"pass {p.id}")
     require(
         p.keep_layers >= 0 <= p.keep_attention or (p.keep_layers, p.keep_attention) == (-1, 0),
         "layers that keep are counted from 0; a pass that leaves it to the model has -1 and 0",
-        f"pass {p.id}: keep_layers {p.keep_layers}, keep_attention {p.keep_attention}",
+        lambda: f"pass {p.id}: keep_layers {p.keep_layers}, keep_attention {p.keep_attention}",
     )
     require(
         p.node_ranks == 0 or (p.node_ranks > 0 and p.primitive == "gather_kv"),
         "only gather_kv hands keys on inside nodes, of so many ranks each",
-        f"pass {p.id}: {p.primitive}, node_ranks {p.node_ranks}",
+        lambda: f"pass {p.id}: {p.primitive}, node_ranks {p.node_ranks}",
     )
     require(
         bool(p.reads) or not p.prefetch,
         "only prompt state can be fetched ahead",
-        f"pass {p.id} reads nothing",
+        lambda: f"pass {p.id} reads nothing",
     )
 
 
 def check_job(plan: Plan, job: int, passes: list[Pass]) -> None:
     """Every row once; every ancestor's row where the pass can see it."""
     shape = plan.shape
-    for node, ranges in _held(passes).items():
+    own = {p.id: _held(p) for p in passes}
+    parts = _together(own.values())
+    for node, spans in parts.items():
         require(
-            _covers(ranges, shape.rows[node]),
+            _covers(spans, shape.rows[node]),
             "a job holds every row of its nodes once",
-            f"job {job}, node {node}: {sorted(ranges)} of {shape.rows[node]} rows",
+            lambda node=node: f"job {job}, node {node}: {_rows(parts[node])} of {shape.rows[node]} rows",
         )
-    nodes = frozenset().union(*(p.nodes for p in passes))
-    for node in nodes:
+    for node in parts:
         require(
-            shape.ancestors[node] <= nodes,
+            shape.ancestors[node] <= parts.keys(),
             "a job holds the ancestors of its nodes",
-            f"job {job}, node {node}",
+            lambda node=node: f"job {job}, node {node}",
         )
+    known: dict[tuple[int, ...], _Held] = {}
     for p in passes:
-        visible = _held([p, *(plan.passes[read] for read in p.reads)])
-        whole = {node for node, ranges in visible.items() if _covers(ranges, shape.rows[node])}
-        for node, ranges in _held([p]).items():
-            last = max(hi for _, hi in ranges)
-            require(
-                node in whole or _covers([r for r in visible[node] if r[0] < last], last),
-                "a pass reads its node's earlier rows",
-                f"pass {p.id}, node {node}",
-            )
-            missing = shape.ancestors[node] - whole
-            require(
-                not missing,
-                "a pass reads all its ancestors' rows",
-                f"pass {p.id}, node {node}, ancestors {sorted(missing)}",
-            )
+        if p.reads not in known:
+            known[p.reads] = _together(own[read] for read in p.reads)
+        _check_sight(plan, p, own[p.id], known[p.reads], parts)
 
 
-def _held(passes: Iterable[Pass]) -> dict[int, list[tuple[int, int]]]:
-    """node -> the rows that some passes hold."""
-    held: dict[int, list[tuple[int, int]]] = {}
-    for p in passes:
-        for spans in p.placement:
-            for node, lo, hi in spans:
-                held.setdefault(node, []).append((lo, hi))
+def _check_sight(plan: Plan, p: Pass, own: _Held, read: _Held, parts: _Held) -> None:
+    """What a pass holds and reads is all that its rows see; `parts` is what its job holds, every row once."""
+    shape = plan.shape
+    # A node of which a pass has as many spans as its job has is whole.
+    whole = {node for held in (own, read) for node, spans in held.items() if len(spans) == len(parts[node])}
+    for node, spans in own.items():
+        visible = [*spans, *read.get(node, ())]
+        if node not in whole and _covers(visible, shape.rows[node]):
+            whole.add(node)
+        last = 0 if node in whole else max(hi for _, _, hi in spans)
+        require(
+            node in whole or _covers([span for span in visible if span[1] < last], last),
+            "a pass reads its node's earlier rows",
+            lambda node=node: f"pass {p.id}, node {node}",
+        )
+    for node in own:
+        require(
+            shape.ancestors[node] <= whole,
+            "a pass reads all its ancestors' rows",
+            lambda node=node: f"pass {p.id}, node {node}, ancestors {sorted(shape.ancestors[node] - whole)}",
+        )
+
+
+def _held(p: Pass) -> _Held:
+    """node -> the spans of it that a pass holds."""
+    held: _Held = {}
+    for spans in p.placement:
+        for span in spans:
+            if span[0] in held:
+                held[span[0]].append(span)
+            else:
+                held[span[0]] = [span]
     return held
 
 
-def _covers(ranges: Iterable[tuple[int, int]], end: int) -> bool:
+def _together(parts: Iterable[_Held]) -> _Held:
+    """What several passes hold."""
+    held: _Held = {}
+    for part in parts:
+        for node, spans in part.items():
+            held[node] = [*held[node], *spans] if node in held else spans
+    return held
+
+
+def _rows(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    return sorted((lo, hi) for _, lo, hi in spans)
+
+
+def _covers(spans: Iterable[Span], end: int) -> bool:
+    """Whether spans of one node are its rows up to `end`, each once."""
     edge = 0
-    for lo, hi in sorted(ranges):
+    for _, lo, hi in sorted(spans):
         if lo != edge or hi <= lo:
             return False
         edge = hi
@@ -120,13 +153,17 @@ def check_events(plan: Plan) -> None:
         for read in p.reads:
             readers.setdefault(read, set()).add(p.id)
     for action, pass_id in plan.events:
-        require(0 <= pass_id < len(plan.passes), "an event is of a pass", f"{action} {pass_id}")
+        require(
+            0 <= pass_id < len(plan.passes),
+            "an event is of a pass",
+            lambda action=action, pass_id=pass_id: f"{action} {pass_id}",
+        )
         if action == "forward":
             reads = plan.passes[pass_id].reads
             require(
                 forward.issuperset(reads) and backward.isdisjoint(reads) and pass_id not in forward,
                 "a forward comes once, while the state it reads is alive",
-                f"pass {pass_id}",
+                lambda pass_id=pass_id: f"pass {pass_id}",
             )
             forward.add(pass_id)
         else:
@@ -134,22 +171,22 @@ def check_events(plan: Plan) -> None:
             require(
                 action == "backward" and pass_id in forward and not done,
                 "a backward comes once, after its readers'",
-                f"{action} {pass_id}",
+                lambda action=action, pass_id=pass_id: f"{action} {pass_id}",
             )
             backward.add(pass_id)
     require(
         forward == backward == set(range(len(plan.passes))),
         "every pass has a forward and a backward",
-        f"forward {sorted(forward)}, backward {sorted(backward)}",
+        lambda: f"forward {sorted(forward)}, backward {sorted(backward)}",
     )
 
 
-def require(good: bool, rule: str, values: str) -> None:
-    """Raise an `AugTreeError` unless a rule holds."""
+def require(good: bool, rule: str, values: str | Callable[[], str]) -> None:
+    """Raise an `AugTreeError` unless a rule holds; `values` are written down only then."""
     if not good:
         raise AugTreeError(
             "a plan breaks a rule",
-            values=values,
+            values=values if isinstance(values, str) else values(),
             rule=rule,
             remedy="plan again; a plan that the planner made and that fails here is a bug",
         )

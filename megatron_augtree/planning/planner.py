@@ -20,6 +20,7 @@ from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.plan import Event, Plan, with_note
 from megatron_augtree.planning.price import Priced, price, price_recipes
 from megatron_augtree.planning.recipe import Decision, plan_of
+from megatron_augtree.planning.schedule import uncollected
 from megatron_augtree.planning.search import Considered, Search, budget_of
 from megatron_augtree.planning.tree import ForestShape
 
@@ -76,6 +77,11 @@ def explain(
     own: bool = False,
 ) -> tuple[Plan, list[Considered]]:
     """`make_plan`, with all candidates that were looked at, cheapest first; those over the budget last."""
+    with uncollected():  # nothing that is made here lies in a cycle
+        return _explain(shape, model, world, config, tree_groups, mode, own)
+
+
+def _explain(shape, model, world, config, tree_groups, mode, own) -> tuple[Plan, list[Considered]]:
     decision, search = _decide(shape, model, world, config, tree_groups, mode, own)
     cluster = search.prices.cluster
     rules = {"shape": shape, "world": world, "pairs_per_row": search.unit, "note": decision.note}
@@ -96,7 +102,8 @@ def decide(
     mode: str | None = None,
 ) -> Decision:
     """`make_plan` up to the decision: the plan is chosen and priced, its rows are not placed."""
-    return _decide(shape, model, world, config, tree_groups, mode)[0]
+    with uncollected():
+        return _decide(shape, model, world, config, tree_groups, mode)[0]
 
 
 def _decide(shape, model, world, config, tree_groups, mode, own=False) -> tuple[Decision, Search]:

@@ -2,12 +2,13 @@
 
 Every tree is priced on blocks of every width (`jobs.py`), the joint schedule gives it one (`joint.py`). Every
 uniform degree with longest-first balancing and with groups in turn, as data parallelism deals them, is an
-arrangement too. In each of them, jobs of one block may then share passes: fewer and larger ones.
+arrangement too (`uniform.py`). In each of them, jobs of one block may then share passes: fewer and larger
+ones. Many trees are counted rank by rank only where their fullest block may end before the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from megatron_augtree.planning.arrangement import (
@@ -16,17 +17,16 @@ from megatron_augtree.planning.arrangement import (
     Seated,
     arrange,
     blocks_of,
-    mates_of,
+    busy_ranks,
 )
-from megatron_augtree.planning.assign import longest_first
-from megatron_augtree.planning.candidates import cut_pool
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.joint import schedule
 from megatron_augtree.planning.least import Least
 from megatron_augtree.planning.logits import SmallWaves
-from megatron_augtree.planning.offers import NEVER, SKIPPED, Job, Offer, cost_of
+from megatron_augtree.planning.offers import SKIPPED, Job, Offer, cost_of
 from megatron_augtree.planning.sharing import merged, searched
 from megatron_augtree.planning.tree import ForestShape
+from megatron_augtree.planning.uniform import Uniform
 
 #: So few trees are worth counting several choices each.
 _FEW_TREES = 8
@@ -34,9 +34,6 @@ _MANY_TREES = 32
 
 #: Of fewer rows a rank, estimates are far off.
 _FEW_ROWS = 16
-
-#: So many trees tell what all cost on a degree.
-_SAMPLE = 16
 
 
 class Pool:
@@ -51,6 +48,7 @@ class Pool:
 
     Attributes:
         costs: (tree, ranks) -> what it is estimated to cost, -1 where it does not fit.
+        too_wide: blocks of so many ranks are too slow with one pass each, by a tenth.
     """
 
     def __init__(self, jobs: Jobs, world: int, limit: int, degree: int, tree_groups: Sequence[int]) -> None:
@@ -61,7 +59,7 @@ class Pool:
         self.tree_groups = tree_groups
         self.costs: dict[tuple[int, int], int] = {}
         self._counted: dict[tuple[int, int], list[Job] | None] = {}
-        self._too_wide = world + 1  # blocks that are too slow with one pass each, by a tenth
+        self.too_wide = world + 1
 
     def arrangements(self) -> Iterator[Arrangement]:
         """All of them; of those that come near to the best also with waves that make their logits once."""
@@ -69,10 +67,23 @@ class Pool:
         for made in self._fused_logits():
             yield made
             best = made.time_ns if best is None else min(best, made.time_ns)
-            if self._makes_logits_twice and 50 * made.time_ns <= 51 * best:
+            yield from self._if_logits_twice(made, best)
+
+    def _if_logits_twice(self, made: Arrangement, best: int) -> Iterator[Arrangement]:
+        """An arrangement near to the best in waves that make their logits once, where the busiest rank's jobs
+        say that it may end before."""
+        if self._makes_logits_twice and 50 * made.time_ns <= 51 * best:
+            if self.stages > 1 or self._last_in_small_waves(made) < best:
                 yield from self._with_small_waves(made)
 
-    @property
+    def _last_in_small_waves(self, made: Arrangement) -> int:
+        """What the busiest rank's jobs then take, ns."""
+        busy = busy_ranks(((x.start, x.width, x.job.offer.time) for x in made.placed), self.world)
+        last = busy.index(max(busy))
+        mine = [x.job for x in made.placed if x.start <= last < x.start + x.width]
+        return sum((self._small_waves.of(job) or job).offer.time for job in mine)
+
+    @cached_property
     def _makes_logits_twice(self) -> bool:
         """Whether a rank has more scored rows than logits are made of at once."""
         most = self.jobs.prices.model.logit_rows
@@ -90,30 +101,36 @@ class Pool:
         """The joint schedule and every uniform degree that estimates do not rule out, with and without shared
         passes."""
         best: int | None = None
-        starts: list[Arrangement] = []
+        first: Arrangement | None = None  # where passes are shared from, one change at a time
         for widths in self._ranges_of_widths():
             joint = self._joint(widths)
             if joint is None:
                 continue
-            starts.append(joint)
+            first = _shorter(first, joint)
             best = joint.time_ns if best is None else min(best, joint.time_ns)
             yield joint
             for shared in self._with_shared(joint, best):
                 best = min(best, shared.time_ns)
                 yield shared
-        for seated in sorted(self._uniform(best), key=lambda x: x.estimate_ns):
-            for made in self._counted_if_near(seated, best):
-                starts.append(made)
+        for seated in Uniform(self).seatings(best):
+            for made in self._counted_if_near(seated, best, first and first.time_ns):
+                first = _shorter(first, made)
                 best = made.time_ns if best is None else min(best, made.time_ns)
                 yield made
-        if starts and self.jobs.options.copies < 2:
-            yield from searched(self, min(starts, key=lambda x: x.time_ns))
+        if first is not None and self.jobs.options.copies < 2:
+            yield from searched(self, first)
 
-    def _counted_if_near(self, seated: Seated, best: int | None) -> Iterator[Arrangement]:
-        """A seating's arrangements, where estimates, a few per cent off, come near to the best."""
+    def _counted_if_near(
+        self, seated: Seated, best: int | None, first: int | None
+    ) -> Iterator[Arrangement]:
+        """A uniform seating's arrangements, where estimates, a few per cent off, come near to the best; what
+        ends no earlier than `first` is of no other use."""
         near = best is None or 50 * seated.estimate_ns <= 51 * best
-        if near or self._shared_may_pay(seated.estimate_ns, max(width for width, _ in seated.where), best):
-            made = self._place(seated)
+        if near or self.shared_may_pay(seated.estimate_ns, seated.where[0][0], best):
+            late = first is not None and self._ends_late(seated, best, first)
+            if late and near:
+                return
+            made = None if late else self._place(seated)
             if made is not None:
                 yield made
                 least = made.time_ns if best is None else min(best, made.time_ns)
@@ -127,6 +144,23 @@ class Pool:
             placed = [Placed(Job(nodes, 0, offer), start) for nodes, start, offer in offers]
             yield arrange(f"{seated.name}, one pass a block", placed, self.world, self.stages)
 
+    def _ends_late(self, seated: Seated, best: int, first: int) -> bool:
+        """Whether a uniform seating's fullest block alone, counted in every way, ends no earlier than the
+        best and `first`; under a pipeline that does not rule it out, and few trees are counted anyway."""
+        if self.stages > 1 or len(self.trees) <= _FEW_TREES:
+            return False
+        blocks = self._blocks(seated).items()
+        (width, start), trees = max(blocks, key=lambda x: sum(self.cost(t, x[0][0]) for t in x[1]))
+        placed = self._placed((tree, width, start) for tree in trees)
+        if placed is None:
+            return False
+        made = arrange(seated.name, placed, self.world, 1)
+        if made.time_ns < first:
+            return False
+        ways = [made, *self._with_shared(made, best)]
+        small = [x for way in ways for x in self._if_logits_twice(way, best)]
+        return min(x.time_ns for x in ways) >= first and all(x.time_ns >= best for x in small)
+
     def _one_pass_each(
         self, seated: Seated, best: int | None
     ) -> list[tuple[tuple[int, ...], int, Offer]] | None:
@@ -134,13 +168,12 @@ class Pool:
         where estimates do not come near to the best: the fullest block says so first."""
         if self.jobs.options.copies > 1:
             return None
-        blocks = [
-            (self.jobs.ideal(nodes, width), nodes, width, start)
-            for (width, start), nodes in self._blocks(seated).items()
-        ]
-        blocks.sort(key=lambda block: -block[0])
-        for ideal, nodes, width, _ in blocks:
-            if best is not None and (width >= self._too_wide or ideal + self.launch_ns >= best):
+        blocks = sorted(self._blocks(seated).items(), key=lambda x: -sum(self.ideals[t] for t in x[1]))
+        found = []
+        for (width, start), trees in blocks:
+            nodes = tuple(n for tree in trees for n in self.trees[tree])
+            ideal = self.jobs.ideal(nodes, width)
+            if best is not None and (width >= self.too_wide or ideal + self.launch_ns >= best):
                 return None
             if self._least.bytes(nodes) > self.jobs.room * width:
                 return None
@@ -150,30 +183,33 @@ class Pool:
                 return None
             if best is not None and 50 * offer.cost > 51 * best:
                 # On wider blocks, each with as much more to do, only their fullest may be less full.
-                if 10 * (offer.cost - ideal + self._floor) > 11 * best:
-                    self._too_wide = width
+                if 10 * (offer.cost - ideal + self.floor_ns) > 11 * best:
+                    self.too_wide = width
                 return None
-        found = []
-        for _, nodes, width, start in blocks:
+            found.append((nodes, width, start))
+        offers = []
+        for nodes, width, start in found:
             offer = self.jobs.best(nodes, width)
             if offer is None:
                 return None
-            found.append((nodes, start, offer))
-        return found
+            offers.append((nodes, start, offer))
+        return offers
 
-    def _blocks(self, seated: Seated) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(ranks, first rank) -> nodes of all its trees."""
+    def _blocks(self, seated: Seated) -> dict[tuple[int, int], list[int]]:
+        """(ranks, first rank) -> its trees, ascending."""
         trees: dict[tuple[int, int], list[int]] = {}
         for tree, place in enumerate(seated.where):
             trees.setdefault(place, []).append(tree)
-        return {place: tuple(sorted(n for t in mine for n in self.trees[t])) for place, mine in trees.items()}
+        return trees
 
     def _with_shared(self, arrangement: Arrangement, best: int) -> Iterator[Arrangement]:
         """The arrangement with shared passes, where a block has several jobs and there is room for gain."""
         mates = blocks_of(arrangement)
-        if self._floor < best and any(len(x) > 1 for x in mates):
-            placed = [x for block in mates for x in merged(self.jobs, block)]
-            yield arrange(f"{arrangement.name}, shared passes", placed, self.world, self.stages)
+        if self.floor_ns < best and any(len(x) > 1 for x in mates):
+            parts = [merged(self.jobs, block) for block in mates]
+            if any(part is not block for part, block in zip(parts, mates)):
+                placed = [x for part in parts for x in part]
+                yield arrange(f"{arrangement.name}, shared passes", placed, self.world, self.stages)
 
     # Trees on blocks.
 
@@ -204,7 +240,7 @@ class Pool:
             return self._alone(widths)
         # Where many trees share the pool, none of those that end soon needs a wide block.
         many = len(self.trees) >= _MANY_TREES
-        table = self.jobs.table(self.trees, widths, self._floor // (8 if many else 64), many)
+        table = self.jobs.table(self.trees, widths, self.floor_ns // (8 if many else 64), many)
         known = {(t, w): x for t, row in enumerate(table) for w, x in zip(widths, row) if x != SKIPPED}
         self.costs = known | self.costs
         while True:
@@ -239,19 +275,22 @@ class Pool:
         return range(len(self.trees))
 
     @cached_property
-    def _floor(self) -> int:
+    def floor_ns(self) -> int:
         """What the whole batch takes where everything is even."""
         return self.jobs.ideal(range(len(self.shape.rows)), self.world)
 
     def _place(self, seated: Seated) -> Arrangement | None:
         """Trees on their blocks, with jobs counted rank by rank; None where one then does not fit."""
+        placed = self._placed((tree, *place) for tree, place in enumerate(seated.where))
+        return None if placed is None else arrange(seated.name, placed, self.world, self.stages)
+
+    def _placed(self, seats: Iterable[tuple[int, int, int]]) -> list[Placed] | None:
+        """The jobs of some (tree, ranks, first rank)."""
         # All of them, so that all that do not fit are known at once.
-        jobs = [self.settled(tree, width) for tree, (width, _) in enumerate(seated.where)]
-        if None in jobs:
+        found = [(self.settled(tree, width), start) for tree, width, start in seats]
+        if any(jobs is None for jobs, _ in found):
             return None
-        starts = [start for _, start in seated.where]
-        placed = [Placed(job, start + job.offset) for mine, start in zip(jobs, starts) for job in mine]
-        return arrange(seated.name, placed, self.world, self.stages)
+        return [Placed(job, start + job.offset) for jobs, start in found for job in jobs]
 
     def settled(self, tree: int, width: int) -> list[Job] | None:
         """A tree on a block, counted rank by rank; what then does not fit counts as impossible."""
@@ -278,66 +317,6 @@ class Pool:
 
     # Uniform degrees.
 
-    def _uniform(self, best: int | None) -> Iterator[Seated]:
-        """All trees on blocks of one degree, longest first and groups in turn."""
-        for degree in self.degrees():
-            # A fifth more: some passes may yet be shared.
-            plain = best is None or (self._may_pay(degree) and 4 * self._work(degree) < 5 * best)
-            if not plain and self._least_shared(degree) >= best:
-                continue
-            costs = self._plain_costs(degree, best) if plain else None
-            plain = costs is not None
-            if not plain:
-                costs = self.ideals
-            full = [block[0] for block in cut_pool(self.world, degree) if len(block) == degree]
-            turns = [group % len(full) for group in self.tree_groups]
-            dealt = {"": self._balanced(costs, len(full), plain, best, degree), ", groups in turn": turns}
-            if sorted(mates_of(turns)) == sorted(mates_of(dealt[""])):
-                del dealt[", groups in turn"]
-            for name, where in dealt.items():
-                loads = [0] * len(full)
-                for cost, block in zip(costs, where):
-                    loads[block] += cost
-                finish = max(loads) if plain else NEVER
-                yield Seated(f"degree {degree}{name}", [(degree, full[b]) for b in where], finish)
-
-    def _balanced(
-        self, costs: Sequence[int], blocks: int, plain: bool, best: int | None, degree: int
-    ) -> list[int]:
-        """[tree] block: longest first; where that comes near to the best, by the joint schedule's search."""
-        where = longest_first(costs, [0] * blocks)
-        share = sum(costs) // blocks
-        if not plain or blocks == 1 or not self._shared_may_pay(share, degree, best):
-            return where
-        found = schedule([[cost] for cost in costs], [1], blocks, [([0] * len(costs), where)])
-        return list(found.start)
-
-    def _plain_costs(self, degree: int, best: int | None) -> list[int] | None:
-        """[tree] estimated cost on a block of a degree; None where one does not fit there, or where the first
-        trees, spread over all, say that the degree is slower than the best by a tenth."""
-        order, done = self._spread, [0, 0]
-        for count, tree in enumerate(order):
-            cost = self.cost(tree, degree)
-            if cost < 0:
-                return None
-            done = [done[0] + cost, done[1] + self.ideals[tree]]
-            total = done[0] * sum(self.ideals) // max(1, done[1]) if count % 8 == 7 else 0
-            if best is not None and count >= _SAMPLE and 10 * total * degree > 11 * best * self.world:
-                return None
-        return [self.cost(tree, degree) for tree in self._numbers]
-
-    @cached_property
-    def _spread(self) -> list[int]:
-        """Trees so that the first few stand for all: by work, in strides."""
-        order = sorted(self._numbers, key=lambda tree: self.ideals[tree])
-        return [tree for first in range(_SAMPLE) for tree in order[first::_SAMPLE]]
-
-    def _work(self, degree: int) -> int:
-        """How long trees keep the pool busy on blocks of a degree, at the least, ns."""
-        floors = (ideal + degree * self.launch_ns for ideal in self.ideals)
-        costs = (degree * self.costs.get((tree, degree), 0) for tree in self._numbers)
-        return sum(map(max, floors, costs)) // self.world
-
     @cached_property
     def ideals(self) -> list[int]:
         """[tree] what it takes on one rank without any fixed cost, ns."""
@@ -352,16 +331,11 @@ class Pool:
         # A single tree has been on every block of a power of two.
         return sorted(degrees.difference(self.widths()) if len(self.trees) == 1 else degrees)
 
-    def _shared_may_pay(self, estimate_ns: int, degree: int, best: int | None) -> bool:
+    def shared_may_pay(self, estimate_ns: int, degree: int, best: int | None) -> bool:
         """Whether it comes near to the best without what all passes of a block but one cost whatever their
         rows."""
         passes = -(-len(self.trees) // (self.world // degree))
         return best is None or 50 * (estimate_ns - (passes - 1) * self.pass_ns) <= 51 * best
-
-    def _may_pay(self, degree: int) -> bool:
-        """Whether the fixed costs of so few blocks leave a chance."""
-        trees = -(-len(self.trees) // (self.world // degree))
-        return degree in (self.limit, self.degree) or (trees - 1) * self.pass_ns <= 2 * self._floor
 
     # Shared passes.
 
@@ -387,13 +361,7 @@ class Pool:
         layers = -(-m.layers // m.stages) * (4 * c.layer_ns + 4 * c.tile_ns + small)
         return layers + 2 * c.pass_ns + 3 * prices.vocabulary.ns(c.gemm_half_rows)
 
-    def _least_shared(self, degree: int) -> int:
-        """What all trees take on blocks of a degree, a pass a block, at least, ns: every rank has a tile of
-        its own of every inner node on its block."""
-        c, m = self.jobs.prices.cluster, self.jobs.prices.model
-        rows, children = self.shape.rows, self.shape.children
-        # Fewer rows do not reach every rank.
-        inner = sum(bool(c) and r >= 2 * degree for r, c in zip(rows, children)) * degree // self.world
-        inner = inner if degree > 1 else 0
-        tiles = inner * c.tile_ns * (100 + c.attention_backward_pct) // 100 * -(-m.layers // m.stages)
-        return self._floor + tiles + self.launch_ns
+
+def _shorter(best: Arrangement | None, made: Arrangement) -> Arrangement:
+    """The one that ends first; ties go to the earlier."""
+    return made if best is None or made.time_ns < best.time_ns else best

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import add, mul
 from typing import NamedTuple
 
 from megatron_augtree.planning.arrangement import busy_ranks
-from megatron_augtree.planning.assign import longest_first
+from megatron_augtree.planning.assign import heaviest_first, longest_first
 from megatron_augtree.planning.baselines import (
     BASELINES,
     FREE,
@@ -24,8 +25,8 @@ from megatron_augtree.planning.baselines import (
     seatings,
 )
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
-from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.demand import Pair
+from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.least import RowBytes, row_bytes
 from megatron_augtree.planning.offers import NEVER
 from megatron_augtree.planning.plan import Event
@@ -38,6 +39,10 @@ RIVALS = tuple(mode for mode in BASELINES if mode not in UNSHARED)
 
 #: Modes that play a prompt first -> whether all its responses follow in one pass.
 _WAVES = {"ring-reuse-two-pass": True, "ring-reuse-per-response": False, "dcp-phased": True}
+
+
+#: From so many (node, rank) pairs on, estimating once more is cheaper than counting a peer's plan.
+SLOW_TO_COUNT = 1 << 16
 
 
 class _Sizes(NamedTuple):
@@ -62,14 +67,18 @@ class Rivals:
 
     def __init__(self, pool: Pool, limit: int, limited: bool, costs: Costs) -> None:
         self.pool, self.limit, self.limited, self.costs = pool, limit, limited, costs
-        shape = pool.shape
-        self.rows = [sum(shape.rows[n] for n in nodes) for nodes in pool.trees]
+        self.rows = self._summed(pool.shape.rows)
         # Estimates may be a few per cent off, and waves may project their rows on the vocabulary once where a
         # fused pass does so twice.
         vocabulary = pool.jobs.prices.vocabulary
         self._once: dict[str, list[int]] = {}
         self._bytes: dict[str, list[int]] = {}
-        self._twice = [vocabulary.ns(sum(shape.scored[n] for n in nodes)) for nodes in pool.trees]
+        self._twice = list(map(vocabulary.ns, self._summed(pool.shape.scored)))
+        self._late: dict[int, bool] = {}
+
+    def _summed(self, values: Sequence[int]) -> list[int]:
+        """[tree] sum over its nodes, which are neighbours."""
+        return [sum(values[nodes[0] : nodes[-1] + 1]) for nodes in self.pool.trees]
 
     def faster_than(self, time_ns: int | None) -> Iterator[Decision]:
         """Peers' plans but those that cannot be faster than `time_ns`; None prices all."""
@@ -83,9 +92,10 @@ class Rivals:
                     yield from self._at(mode, degree)
 
     def _degrees(self, mode: str) -> list[int]:
-        """The limit; of small batches also what divides it and the pool, where a tree is one job."""
-        found = [d for d in range(1, self.limit + 1) if self.pool.world % d == 0]
-        return found if self._small and mode in modes.SEATED else [d for d in found if d == self.limit]
+        """The limit, where it divides the pool; of small batches also what divides the pool below it, where a
+        tree is one job."""
+        few = self._small and mode in modes.SEATED
+        return [d for d in range(1 if few else self.limit, self.limit + 1) if self.pool.world % d == 0]
 
     @cached_property
     def _small(self) -> bool:
@@ -114,7 +124,14 @@ class Rivals:
         """Whether every tree may fit under a peer on blocks of a degree: peers keep what the flags say, and
         what they keep and work with, spread evenly, is the least of the heaviest rank. No peer that does not
         fit is ever chosen, so it is ruled out before anything of it is made."""
-        return self._all_fit(mode, [degree] * len(self.rows))
+        return degree >= self._fits_any or self._all_fit(mode, [degree] * len(self.rows))
+
+    @cached_property
+    def _fits_any(self) -> int:
+        """Ranks on which every tree may fit under any peer: all its rows at once, keys and values kept."""
+        row, room = self._row, max(1, self.pool.jobs.room)
+        needs = ((of.spine + of.tail) * row.alone + of.spine * row.state for of in self._sizes)
+        return max(-(-need // room) for need in needs)
 
     def _all_fit(self, mode: str, widths: Sequence[int]) -> bool:
         room = self.pool.jobs.room
@@ -125,17 +142,23 @@ class Rivals:
     @cached_property
     def _sizes(self) -> list[_Sizes]:
         """[tree] its rows."""
-        return [self._rows_of(nodes) for nodes in self.pool.trees]
+        return list(map(self._rows_of, self.pool.trees))
 
     def _rows_of(self, nodes: Sequence[int]) -> _Sizes:
-        shape = self.pool.shape
-        inner, leaves = split_inner(shape, nodes)
-        tail = [shape.rows[n] for n in leaves]
-        longest = max(shape.starts[n] + rows for n, rows in zip(leaves, tail))
-        return _Sizes(len(inner), sum(shape.rows[n] for n in inner), sum(tail), max(tail), longest)
+        """Of all nodes of some trees."""
+        rows, children = self.pool.shape.rows, self.pool.shape.children
+        tail = [rows[n] for n in nodes if not children[n]]
+        total, leaves = sum(map(rows.__getitem__, nodes)), sum(tail)
+        longest = max(map(self._ends.__getitem__, nodes))
+        return _Sizes(len(nodes) - len(tail), total - leaves, leaves, max(tail), longest)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """[node] rows of a sequence that ends in it."""
+        return list(map(add, self.pool.shape.starts, self.pool.shape.rows))
 
     def _least_bytes(self, mode: str, nodes: Sequence[int]) -> int:
-        """Bytes that some nodes take on all ranks of their block at the least, a job of theirs at a time."""
+        """Bytes that some trees take on all ranks of their block at the least, a job of theirs at a time."""
         return self._bytes_of(mode, self._rows_of(nodes))
 
     def _bytes_of(self, mode: str, of: _Sizes) -> int:
@@ -159,14 +182,26 @@ class Rivals:
     def _is_slow(self, mode: str, degree: int, time_ns: int) -> bool:
         """Whether a peer with one degree is too slow even if it balanced perfectly: by what its jobs take at
         the least, or else by what ours are estimated to take."""
-        trees = sorted(range(len(self.rows)), key=lambda tree: -self.rows[tree])
+        if mode.startswith("dcp"):
+            return self._is_late(mode, degree, time_ns)
+        if degree not in self._late:  # the same for all others
+            self._late[degree] = self._is_late(mode, degree, time_ns)
+        return self._late[degree]
+
+    def _is_late(self, mode: str, degree: int, time_ns: int) -> bool:
+        trees = heaviest_first(self.rows)
         costs = [self._floor(tree, degree) for tree in range(len(trees))]
         for done in range(0, len(trees), 8):
             if self._together(mode, degree, costs) >= time_ns:
                 return True
             for tree in trees[done : done + 8]:
                 costs[tree] = self._job(tree, degree)
-        return self._together(mode, degree, costs) >= time_ns
+        if self._together(mode, degree, costs) >= time_ns:
+            return True
+        if len(self.pool.shape.rows) * degree < SLOW_TO_COUNT or self.pool.stages > 1:
+            return False
+        whole = [self._whole(tree, degree) for tree in range(len(trees))]
+        return self._together(mode, degree, whole) >= time_ns
 
     def _together(self, mode: str, degree: int, costs: Sequence[int]) -> int:
         """What all trees take at the least, if one takes `costs` on a block of a degree: the longest, and an
@@ -207,19 +242,20 @@ class Rivals:
         """What a tree takes on a block at the least, ns: its even share, what the flags recompute included;
         more where our jobs there are estimated already."""
         pool = self.pool
-        floor = (pool.ideals[tree] + self._again[tree]) // width + pool.launch_ns
-        known = pool.costs.get((tree, width), 0)
-        return max(floor, known * 49 // 50 - self._twice[tree] // width) if pool.stages == 1 else floor
+        floor = self._alone[tree] // width + pool.launch_ns
+        known = pool.costs.get((tree, width), 0) if pool.stages == 1 else 0
+        return max(floor, known * 49 // 50 - self._twice[tree] // width) if known else floor
 
     @cached_property
-    def _again(self) -> list[int]:
-        """[tree] what runs again by the flags, on one rank, ns."""
+    def _alone(self) -> list[int]:
+        """[tree] what it takes on one rank, with what runs again by the flags, ns."""
         prices, shape = self.pool.jobs.prices, self.pool.shape
         m, found = prices.model, []
-        for nodes, rows in zip(self.pool.trees, self.rows):
+        areas = self._summed(node_costs(shape, range(len(shape.rows)), 0)) if m.recomputed else self.rows
+        for ideal, rows, area in zip(self.pool.ideals, self.rows, areas):
             linear = prices.linear.ns(rows) + prices.beside.ns(rows)
-            attention = prices.attention.ns(sum(shape.area(n) for n in nodes)) if m.recomputed else 0
-            found.append((m.recomputed * linear + (m.recomputed - m.attention_kept) * attention) // m.stages)
+            attention = (m.recomputed - m.attention_kept) * prices.attention.ns(area) if m.recomputed else 0
+            found.append(ideal + (m.recomputed * linear + attention) // m.stages)
         return found
 
     def _job(self, tree: int, width: int) -> int:
@@ -227,32 +263,42 @@ class Rivals:
         self.pool.cost(tree, width)
         return self._floor(tree, width)
 
+    def _whole(self, tree: int, width: int) -> int:
+        """The same where it is one job on the whole block, as peers play it: ours may be copies on parts."""
+        pool, floor = self.pool, self._floor(tree, width)
+        offer = pool.jobs.estimate(pool.trees[tree], width)
+        return floor if offer is None else max(floor, offer.cost * 49 // 50 - self._twice[tree] // width)
+
     def _free(self, mode: str, time_ns: int | None) -> Iterator[Decision]:
         """A peer that gives every tree ranks of its own choice: its cheapest seating that may be faster."""
         pool, best = self.pool, None
-        for degree in widths(pool.world):
-            limit = -(-max(self.rows) // degree)
-            asked = [degree_of(rows, limit, pool.world) for rows in self.rows]
-            if degree > self.limit or (time_ns is not None and self._even(asked) >= time_ns):
+        degrees = (d for d in widths(pool.world) if d <= self.limit and self._may_end(d, time_ns))
+        for seating in seatings(mode, pool.shape, pool.tree_groups, pool.world, self.costs, degrees):
+            wide = self.limited and any(seat.width > self.limit for seat in seating.seats)
+            if wide or (time_ns is not None and self._is_out(mode, seating.seats, time_ns)):
                 continue
-            for seating in seatings(mode, pool.shape, pool.tree_groups, pool.world, self.costs, [degree]):
-                wide = self.limited and any(seat.width > self.limit for seat in seating.seats)
-                if wide or (time_ns is not None and self._is_out(mode, seating.seats, time_ns)):
-                    continue
-                rival = self._priced(mode, *recipes_of(mode, pool.shape, seating))
-                if best is None or rival.time_ns < best.time_ns:
-                    best = rival
+            rival = self._priced(mode, *recipes_of(mode, pool.shape, seating))
+            if best is None or rival.time_ns < best.time_ns:
+                best = rival
         if best is not None:
             yield best
 
-    def _even(self, asked: Sequence[int]) -> int:
-        """What trees take on so many ranks each, all even, ns: wider blocks only cost work."""
+    def _may_end(self, degree: int, time_ns: int | None) -> bool:
+        """Whether trees may end before on as many ranks as they ask for where the longest asks for `degree`,
+        all even: wider blocks only cost work."""
+        if time_ns is None:
+            return True
+        world, longest = self.pool.world, max(self.rows)
+        limit = -(-longest // degree)
+        if self._floor(self.rows.index(longest), degree_of(longest, limit, world)) >= time_ns:
+            return False
+        asked = [degree_of(rows, limit, world) for rows in self.rows]
         costs = [self._floor(tree, width) for tree, width in enumerate(asked)]
-        return max(max(costs), sum(c * w for c, w in zip(costs, asked)) // self.pool.world)
+        return max(costs) < time_ns and sum(map(mul, costs, asked)) // world < time_ns
 
     def _is_out(self, mode: str, seats: Sequence[Seat], time_ns: int) -> bool:
         """Whether a seating does not fit, or its last rank does not end before: trees on the rank that seems
-        to be the last are estimated until it surely is, or all of them are known."""
+        to be the last are estimated until it surely is, or all of them are known; then it alone is priced."""
         if not self._all_fit(mode, [width for _, _, width in sorted(seats)]):
             return True
         while True:
@@ -262,9 +308,10 @@ class Rivals:
             last = busy.index(max(busy))
             if busy[last] >= time_ns:
                 return True
-            mine = [(tree, width) for tree, start, width in seats if start <= last < start + width]
-            new = [place for place in mine if place not in self.pool.costs]
-            for tree, width in new:
+            mine = [seat for seat in seats if seat.start <= last < seat.start + seat.width]
+            new = [seat for seat in mine if (seat.item, seat.width) not in self.pool.costs]
+            for tree, _, width in new:
                 self._job(tree, width)
             if not new:
-                return False
+                recipes = recipes_of(mode, self.pool.shape, modes.Seating("", mine))
+                return self._priced(mode, *recipes).time_ns >= time_ns

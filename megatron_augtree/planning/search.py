@@ -84,7 +84,8 @@ class Search:
         """The cheapest plan that fits; errors as for `planner.make_plan`."""
         if not self.shape.rows:
             return Decision("augtree", [], [], "nothing to compute", 0, 0)
-        self._check_forced()
+        if self.forced:
+            self._check_forced()
         best = self._best_arrangement()
         found = None if best is None else self._decision(best)
         if self.forced and found is not None and not self._obeys(found):
@@ -185,7 +186,7 @@ class Search:
 
     def _decision(self, arrangement: Arrangement) -> Decision:
         recipes, events = arrangement.recipes(self.shape, self.unit)
-        choices = list(dict.fromkeys(str(x.job.offer.choice) for x in arrangement.placed))
+        choices = list(dict.fromkeys(map(str, dict.fromkeys(x.job.offer.choice for x in arrangement.placed))))
         note = f"{choices[0]}" + (f" and {len(choices) - 1} more kinds of block" if len(choices) > 1 else "")
         peak = arrangement.peak_bytes + self.prices.cluster.base_bytes
         return Decision("augtree", recipes, events, note, arrangement.time_ns, peak)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_augtree.planning.arrangement import Arrangement, Placed, arrange, mates_of
 from megatron_augtree.planning.assign import longest_first
 from megatron_augtree.planning.jobs import Jobs
-from megatron_augtree.planning.offers import Job, Offer
+from megatron_augtree.planning.offers import NEVER, Job, Offer
 
 if TYPE_CHECKING:
     from megatron_augtree.planning.pool import Pool
@@ -119,6 +119,23 @@ class Sharing:
         """When the last rank ends, by estimates; under a pipeline with what filling and draining it adds."""
         return self._key(self._busy(passes), passes)[0]
 
+    def counted(self, passes: Sequence[SharedPass], time_ns: int) -> list[Placed] | None:
+        """Passes counted rank by rank; None where one does not fit, or where a rank ends no earlier than
+        `time_ns`: those on ranks that seem to be busy come first."""
+        busy = self._busy(passes)
+        done, placed = [0] * len(busy), {}
+        for p in sorted(passes, key=lambda p: -max(busy[cell] for cell in self._cells(p))):
+            nodes = self.nodes_of(p)
+            offer = self.jobs.best(nodes, p.width)
+            if offer is None:
+                return None
+            for cell in self._cells(p):
+                done[cell] += offer.time
+                if done[cell] >= time_ns:
+                    return None
+            placed[p] = Placed(Job(nodes, 0, offer), p.start)
+        return [placed[p] for p in passes]
+
     def _key(self, busy: Sequence[int], passes: Sequence[SharedPass]) -> tuple[int, int]:
         """(time, ranks that end last)."""
         last, drains = max(busy), self.jobs.prices.model.stages - 1
@@ -135,8 +152,11 @@ class Sharing:
 
     def _add(self, busy: list[int], p: SharedPass, sign: int) -> None:
         time = sign * self._known[p.mates, p.width].time
-        for cell in range(p.start // self._cell, (p.start + p.width) // self._cell):
+        for cell in self._cells(p):
             busy[cell] += time
+
+    def _cells(self, p: SharedPass) -> range:
+        return range(p.start // self._cell, (p.start + p.width) // self._cell)
 
     def _changes(self, passes: Sequence[SharedPass], busy: Sequence[int]) -> Iterator[_Change]:
         """Changes of passes on the busiest rank."""
@@ -246,9 +266,8 @@ def searched(pool: Pool, first: Arrangement) -> Iterator[Arrangement]:
             continue
         if tuple(sorted(found)) not in tried:
             tried.add(tuple(sorted(found)))
-            offers = [jobs.best(sharing.nodes_of(p), p.width) for p in found]
-            if None not in offers:
-                placed = [Placed(Job(sharing.nodes_of(p), 0, o), p.start) for p, o in zip(found, offers)]
+            placed = sharing.counted(found, first.time_ns if pool.stages == 1 else NEVER)
+            if placed is not None:
                 yield arrange("shared passes, searched", placed, world, pool.stages)
 
 

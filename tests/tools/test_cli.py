@@ -127,7 +127,7 @@ def test_explain_lists_candidates_best_first_and_says_why(capsys):
 
 def test_explain_says_what_the_words_in_names_stand_for(capsys):
     text = call(capsys, f"explain --group 40:6,3x2 {MACHINE} --force degree=2")
-    assert "\naugtree's candidates: one tree - the tree on its best block\n" in text
+    assert "\naugtree's candidates: one tree - the tree on its best block" in text
     assert "augtree's candidates" not in call(capsys, f"explain {STEP} --mode ring")
 
 

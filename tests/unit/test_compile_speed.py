@@ -8,16 +8,28 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError
 from megatron_augtree.planning.candidates import Choice, build
 from megatron_augtree.planning.compiler import compile_pass
 from megatron_augtree.planning.lanes import place
+from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.placement import Placement
 from megatron_augtree.planning.plan import Event, Pass, Plan
+from megatron_augtree.planning.planner import decide, make_plan
 from megatron_augtree.planning.schedule import Program, reverse
 from megatron_augtree.planning.tree import Forest, ForestShape, from_groups, from_lengths
 from megatron_augtree.planning.verify import check
 from megatron_augtree.runtime.layout import PassLayout, SequenceLayout
 from tests.unit.forests import forest
+
+
+def files() -> list[str]:
+    """Of the code that is running, innermost first."""
+    frame, found = sys._getframe(), []
+    while frame is not None:
+        found.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return found
 
 
 def lines(work: Callable[[], object]) -> int:
@@ -118,14 +130,45 @@ def test_checking_a_plan_is_linear_in_its_trees(choice):
     assert counts[1] <= 5 * counts[0]
 
 
-def test_the_collector_is_as_it_was():
-    shape, placement = wide(2)
+def planned(decides: Callable, config: AugTreeConfig) -> object:
+    shape, model = from_lengths(400, [50] * 3), ModelShape(2, 64, 128, 100, 2, 2, 32, 32)
+    return decides(shape, model, 2, config, tree_groups=[0])
+
+
+WORKS: dict[str, Callable[[], object]] = {
+    "compile": lambda: compile_pass(*wide(2)),
+    "decide": lambda: planned(decide, AugTreeConfig()),
+    "make_plan": lambda: planned(make_plan, AugTreeConfig()),
+}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_the_collector_is_as_it_was(work):
     assert gc.isenabled()
-    compile_pass(shape, placement)
+    WORKS[work]()
     assert gc.isenabled()
     gc.disable()
     try:
-        compile_pass(shape, placement)
+        WORKS[work]()
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_while_a_step_is_planned():
+    collections = []
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    gc.callbacks.append(lambda phase, info: collections.append(any(f.endswith("pool.py") for f in files())))
+    try:
+        planned(make_plan, AugTreeConfig())
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*threshold)
+    assert collections and not any(collections)
+
+
+def test_the_collector_is_on_again_after_a_refusal():
+    with pytest.raises(InfeasiblePlanError):
+        planned(make_plan, AugTreeConfig(memory_budget_gib=1e-9))
+    assert gc.isenabled()

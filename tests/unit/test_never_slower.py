@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatron_augtree.config import AugTreeConfig
+from megatron_augtree.data.workloads import rollout_trees
 from megatron_augtree.planning import native
 from megatron_augtree.planning.baselines import BASELINES, FREE
-from megatron_augtree.planning.planner import configured, make_plan, price
+from megatron_augtree.planning.planner import configured, decide, make_plan, price
+from megatron_augtree.planning.rivals import Rivals
 from megatron_augtree.planning.tree import ForestShape
+from megatron_augtree.tools.lengths import step_of_rollouts
 from megatron_augtree.tools.models import model_shape
 
 #: Python alone takes seconds a batch; tests/unit/test_jobs.py compares it with the core.
@@ -120,3 +123,21 @@ def test_no_peer_is_faster_on_one_nested_tree(fields, world, mode):
     chosen = make_plan(shape, model, world, config, tree_groups=(0,))
     peer = make_plan(shape, model, world, replace(config, mode=mode), tree_groups=(0,), own=True)
     assert chosen.seconds <= peer.seconds
+
+
+@pytest.mark.skipif(native.core() is None, reason="Python alone takes minutes")
+def test_peers_of_a_wide_deep_tree_are_ruled_out_uncounted(monkeypatch):
+    """One tree of 32 multi-turn groups, played as copies of parts: no peer has these, and to count one's
+    plan, with every node on 256 ranks, takes longer than to plan."""
+    counted, priced = [], Rivals._priced
+
+    def noted(self, mode, *made):
+        counted.append(mode)
+        return priced(self, mode, *made)
+
+    monkeypatch.setattr(Rivals, "_priced", noted)
+    shape = step_of_rollouts(rollout_trees(32, 0)).merged.shape
+    config = AugTreeConfig(cluster="h100", memory_budget_gib=27)
+    decision = decide(shape, configured(model_shape("qwen2.5-7b"), config), 256, config, tree_groups=(0,))
+    assert len(shape.roots) == 1 and max(recipe.width for recipe in decision.recipes) < 256
+    assert set(counted) <= set(FREE)

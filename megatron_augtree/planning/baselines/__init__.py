@@ -22,12 +22,12 @@ price sees every pass as a slot, so that ``ring`` and ``dynamic`` are priced as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_augtree.config import InfeasiblePlanError
 from megatron_augtree.planning.baselines import modes, paper
-from megatron_augtree.planning.baselines.common import Costs, Recipes, Step
+from megatron_augtree.planning.baselines.common import Costs, Recipes, Sizes, Step
 from megatron_augtree.planning.baselines.hybrid import widths
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.recipe import plan_of
@@ -111,14 +111,15 @@ def seatings(
     tree_groups: Sequence[int],
     world: int,
     costs: Costs | None = None,
-    degrees: Sequence[int] = (),
+    degrees: Iterable[int] = (),
 ) -> Iterator[modes.Seating]:
     """`variants` of a mode in which every tree is one job (`modes.SEATED`), without their recipes.
 
     Thousands can be compared by a table of what a tree costs on some ranks; `recipes_of` makes the winner's.
     """
+    step = _step(mode, shape, tree_groups, world, 0, costs)
     for degree in degrees or degrees_of(mode, world):
-        yield from modes.SEATED[mode][0](_step(mode, shape, tree_groups, world, degree, costs))
+        yield from modes.SEATED[mode][0](_at(mode, step, degree))
 
 
 def recipes_of(mode: str, shape: ForestShape, seating: modes.Seating) -> Recipes:
@@ -160,7 +161,13 @@ def _step(
     costs: Costs | None,
 ) -> Step:
     """The step with its degree checked."""
-    free = mode in FREE
+    costs, trees = costs or Costs(), shape.trees
+    sizes = Sizes(shape, trees, costs.pairs_per_row)
+    return _at(mode, Step(shape, trees, tuple(tree_groups), world, world, costs, sizes), degree)
+
+
+def _at(mode: str, step: Step, degree: int) -> Step:
+    free, world = mode in FREE, step.world
     if degree and (degree not in widths(world) if free else world % degree):
         rule = "divides the number of ranks"
         if free:
@@ -171,5 +178,4 @@ def _step(
             rule=f"under {mode} the degree {rule}",
             remedy="choose a divisor" if not free else "choose one of them",
         )
-    chosen = degree if free else degree or world
-    return Step(shape, shape.trees, tuple(tree_groups), world, chosen, costs or Costs())
+    return replace(step, degree=degree if free else degree or world)

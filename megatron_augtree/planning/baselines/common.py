@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.cluster import Cluster
-from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.lanes import node_costs, row_cost
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.recipe import Recipe, placement_of
@@ -55,6 +56,29 @@ def slowest_load(shape: ForestShape, recipes: Sequence[Recipe], pairs_per_row: i
     return max(busy.values(), default=0)
 
 
+class Sizes:
+    """Sizes of the trees of a step, counted once for all degrees.
+
+    Args:
+        shape: the forest.
+        trees: [tree] -> its nodes.
+        pairs_per_row: see `lanes.row_cost`.
+    """
+
+    def __init__(self, shape: ForestShape, trees: Sequence[Sequence[int]], pairs_per_row: int) -> None:
+        self._shape, self._trees, self._unit = shape, trees, pairs_per_row
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """[tree] its rows."""
+        return [sum(map(self._shape.rows.__getitem__, nodes)) for nodes in self._trees]
+
+    @cached_property
+    def work(self) -> list[int]:
+        """[tree] its rows and pairs, in pairs."""
+        return [sum(node_costs(self._shape, nodes, self._unit)) for nodes in self._trees]
+
+
 @dataclass(frozen=True)
 class Step:
     """What a baseline plans.
@@ -66,6 +90,7 @@ class Step:
         world: ranks of the pool.
         degree: ranks of a replica; under the dynamic modes, of the longest sequence or tree.
         costs: what is chosen by.
+        sizes: of its trees.
     """
 
     shape: ForestShape
@@ -74,15 +99,11 @@ class Step:
     world: int
     degree: int
     costs: Costs
+    sizes: Sizes
 
     @property
     def replicas(self) -> int:
         return self.world // self.degree
-
-    def work(self, tree: int) -> int:
-        """A tree's rows and pairs, in pairs."""
-        shape, unit = self.shape, self.costs.pairs_per_row
-        return sum(row_cost(shape, n, 0, shape.rows[n], unit) for n in self.trees[tree])
 
     def in_turn(self) -> list[int]:
         """[tree] -> replica, as data parallelism deals groups out."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappush, heapreplace
 from typing import NamedTuple
 
+from megatron_augtree.planning.assign import heaviest_first
+
 
 class Seat(NamedTuple):
     """An item on ranks start..start+width."""
@@ -50,12 +52,11 @@ def greedy(degrees: Sequence[int], loads: Sequence[int], world: int) -> list[Sea
     Returns:
         Seats in the order they are played.
     """
-    busy, seats = [0] * world, []
+    busy, seats, order = [0] * world, [], heaviest_first(loads)
     for width in sorted(set(degrees), reverse=True):
         heap = [(busy[start], start) for start in range(0, world - width + 1, width)]
         heapify(heap)
-        mine = [i for i, degree in enumerate(degrees) if degree == width]
-        for item in sorted(mine, key=lambda i: (-loads[i], i)):
+        for item in (i for i in order if degrees[i] == width):
             load, start = heap[0]
             seats.append(Seat(item, start, width))
             heapreplace(heap, (load - (-loads[item] // width), start))
@@ -88,36 +89,33 @@ def rounds(lengths: Sequence[int], rows_per_rank: int, world: int) -> list[list[
 
 
 class _Work:
-    """Degrees and quadratic work a rank, scaled so that it is an integer at every width."""
+    """Degrees and quadratic work a rank, scaled so that it is an integer at every width.
+
+    Attributes:
+        degrees: [item] ranks it asks for.
+        own: [item] its work on each of them.
+    """
 
     def __init__(self, lengths: Sequence[int], rows_per_rank: int, world: int) -> None:
-        self.world, self.lengths = world, lengths
+        self.world, unit = world, world << world.bit_length()
         self.degrees = [degree_of(rows, rows_per_rank, world) for rows in lengths]
-        self._unit = world << world.bit_length()
-
-    def at(self, item: int, width: int) -> int:
-        """Work of an item on each of `width` ranks."""
-        return self.lengths[item] ** 2 * (self._unit // width)
-
-    def own(self, item: int) -> int:
-        """Work of an item on each of the ranks it asks for."""
-        return self.at(item, self.degrees[item])
+        self.own = [rows**2 * (unit // degree) for rows, degree in zip(lengths, self.degrees)]
 
 
 def _buckets(waiting: Sequence[int], work: _Work) -> list[list[int]]:
     """Runs of about equal work, as many as there are degrees."""
     count = len({work.degrees[i] for i in waiting})
-    total = sum(work.own(i) for i in waiting)
+    total = sum(work.own[i] for i in waiting)
     buckets: list[list[int]] = []
     run, load = [], 0
     for place, item in enumerate(waiting):
-        full = 10 * count * (load + work.own(item)) > 11 * total
+        full = 10 * count * (load + work.own[item]) > 11 * total
         # Once a run is closed it counts both as made and as no longer wanted.
         if run and (full or len(waiting) - place <= count - 2 * len(buckets)):
             buckets.append(run)
             run, load = [], 0
         run.append(item)
-        load += work.own(item)
+        load += work.own[item]
     return [*buckets, run]
 
 
@@ -165,7 +163,7 @@ class _Round:
 
     def _seat(self, item: int, width: int) -> int:
         """A new team while there is room, then the least loaded of that width; returns its load."""
-        cost = self.work.own(item)
+        cost = self.work.own[item]
         if self.free >= width:
             self.free -= width
             self.teams.append(_Team(width, cost, [item]))
@@ -189,18 +187,17 @@ class _Round:
     def trim(self) -> list[int]:
         """Take the last item from the busiest team while that makes the round more even."""
         taken: list[int] = []
+        loads = [team.load for team in self.teams]
         while not self.free:
-            loads = [team.load for team in self.teams]
-            slack = max(loads) - min(loads)
-            busiest = self.teams[loads.index(max(loads))]
-            if 20 * slack <= max(loads) or len(busiest.items) < 2:
+            highest = max(loads)
+            slack, index = highest - min(loads), loads.index(highest)
+            busiest = self.teams[index]
+            if 20 * slack <= highest or len(busiest.items) < 2:
                 break
-            cost = self.work.own(busiest.items[-1])
-            busiest.load -= cost
-            loads = [team.load for team in self.teams]
+            loads[index] -= self.work.own[busiest.items[-1]]
             if max(loads) - min(loads) >= slack:
-                busiest.load += cost
                 break
+            busiest.load = loads[index]
             taken.append(busiest.items.pop())
         return taken
 

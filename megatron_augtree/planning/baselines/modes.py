@@ -20,7 +20,7 @@ from megatron_augtree.planning.baselines.common import (
 )
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, greedy, rounds, widths
 from megatron_augtree.planning.candidates import split_inner
-from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.tree import ForestShape
 
 #: (maker, nodes, first rank, ranks): adds one job.
@@ -58,7 +58,7 @@ def in_replicas(step: Step) -> Iterator[Seating]:
     """Replicas of one degree take groups in turn, as data parallelism does; or trees, longest first."""
     note, turns = f"degree {step.degree}", step.in_turn()
     dealings = {note: turns}
-    longest = longest_first([step.work(tree) for tree in range(len(step.trees))], [0] * step.replicas)
+    longest = longest_first(step.sizes.work, [0] * step.replicas)
     if longest != turns:
         dealings[f"{note}, longest first"] = longest
     for name, where in dealings.items():
@@ -71,8 +71,7 @@ def by_rows(step: Step) -> Iterator[Seating]:
     The limit of rows a rank is the smallest that gives the longest tree `Step.degree` ranks; degree 0 tries
     them all.
     """
-    lengths = [sum(step.shape.rows[n] for n in nodes) for nodes in step.trees]
-    works = [step.work(tree) for tree in range(len(step.trees))]
+    lengths, works = step.sizes.rows, step.sizes.work
     seen: list[list[Seat]] = []
     for degree in [step.degree] if step.degree else widths(step.world):
         limit = -(-max(lengths, default=1) // degree)
@@ -143,9 +142,8 @@ def _lays(step: Step, inner: Sequence[int], leaves: Sequence[int]) -> list[Lay]:
     than a rank's share; those beyond a whole, a half or a quarter share wide and the others whole."""
     if step.degree == 1:
         return [LAID_WIDE]
-    cost = {
-        n: row_cost(step.shape, n, 0, step.shape.rows[n], step.costs.pairs_per_row) for n in (*inner, *leaves)
-    }
+    nodes = (*inner, *leaves)
+    cost = dict(zip(nodes, node_costs(step.shape, nodes, step.costs.pairs_per_row)))
     share = sum(cost.values()) // step.degree
     found = [LAID_WIDE]
     if leaves and 2 * max(cost[n] for n in leaves) <= 3 * share:

@@ -23,7 +23,7 @@ from functools import lru_cache
 from megatron_augtree.planning.assign import EXACT_ITEMS, exact, longest_first
 from megatron_augtree.planning.baselines.common import Lay, Maker, Recipes, Step
 from megatron_augtree.planning.candidates import split_inner
-from megatron_augtree.planning.lanes import row_cost
+from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.tree import ForestShape
 
 NS = 10**9
@@ -146,8 +146,7 @@ class _Tree:
     def __init__(self, step: Step, nodes: Sequence[int]) -> None:
         self.step, self.nodes, self.shape = step, nodes, step.shape
         self.inner, self.leaves = split_inner(step.shape, nodes)
-        unit = step.costs.pairs_per_row
-        self.weights = [row_cost(self.shape, n, 0, self.shape.rows[n], unit) for n in self.leaves]
+        self.weights = node_costs(self.shape, self.leaves, step.costs.pairs_per_row)
         self._times: dict[Configuration, tuple[bool, int]] = {}
         self._cells: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
@@ -223,7 +222,7 @@ class _Score:
         self.prompt = max(starts[n] for n in leaves)
         self.response = max(rows[n] for n in leaves)
         self.spine_rows = sum(rows[n] for n in inner)
-        self.spine_work = sum(row_cost(shape, n, 0, rows[n], unit) for n in inner)
+        self.spine_work = sum(node_costs(shape, inner, unit))
         last = self.prompt + self.response
         pairs = (last * (last + 1) - self.prompt * (self.prompt + 1)) // 2
         self.unit_work = pairs + unit * self.response

@@ -1,0 +1,175 @@
+// A job's choices by its heaviest ranks: what is searched.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "priced.h"
+
+namespace augtree {
+
+// A few values by key, which stay where they are; cleared, they keep their memory for the next ones.
+template <class Value>
+class Known {
+public:
+    using Key = std::array<i64, 7>;
+
+    void clear() { keys_.clear(); }
+
+    // (value, whether it is new: then as it was left)
+    std::pair<Value*, bool> of(const Key& key) {
+        for (std::size_t k = 0; k < keys_.size(); ++k) {
+            i64 differs = 0;
+            for (std::size_t i = 0; i < key.size(); ++i) differs |= keys_[k][i] ^ key[i];
+            if (!differs) return {values_[k].get(), false};
+        }
+        keys_.push_back(key);
+        if (values_.size() < keys_.size()) values_.push_back(std::make_unique<Value>());
+        return {values_[keys_.size() - 1].get(), true};
+    }
+
+private:
+    std::vector<Key> keys_;
+    std::vector<std::unique_ptr<Value>> values_;
+};
+
+// The passes of one job's choices by its heaviest ranks, each kind priced once. It is used for one job after
+// the other: most of the time would go to memory that each takes and gives back.
+class Estimates {
+public:
+    explicit Estimates(const Jobs& jobs)
+        : jobs_(jobs), block_(jobs.forest, jobs.constants, jobs.options.unit) {}
+    Estimates(const Estimates&) = delete;
+
+    void start(const Nodes& inner, const Nodes& leaves, i64 width) {
+        leaves_ = &leaves;
+        inner_rows_ = rows_of(jobs_.forest, inner);
+        inner_count_ = static_cast<i64>(inner.size());
+        spans_.clear();
+        for (int node : inner) spans_.push_back({node, 0, jobs_.forest.rows[node]});
+        block_.start(leaves, width);
+        inner_sums_ = block_.inner_sums(spans_);
+        rows_.clear();
+        groups_.clear();
+        dealt_.clear();
+    }
+
+    const TypicalRows& fused(i64 lane_degree, i64 wide) {
+        fused_.clear();
+        if (leaves_->empty()) return block_.spine(inner_sums_, 0, fused_);
+        return block_.with_leaves(inner_sums_, dealt(1).front(), lane_degree, wide, 0, inner_count_, fused_);
+    }
+
+    // What a rank does of some rows; until the next ones are asked for.
+    const TypicalLoads& loads(const TypicalRows& rows, const PassSpec& p) {
+        rows.loads(p, rows.landing(p), loads_);
+        return loads_;
+    }
+
+    PassPrice price(const TypicalRows& rows, const PassSpec& p, bool provides) {
+        const TypicalLoads& x = loads(rows, p);
+        return {jobs_.constants, x.ranks, static_cast<std::size_t>(x.count), x.stages, p, provides};
+    }
+
+    const Group& spine(const Choice& choice) {
+        const PassSpec p = spec_of(choice, kSpine);
+        const auto [group, fresh] =
+            groups_.of({kSpine, choice.chunks, 1, 0, p.primitive, p.pieces, moves(p)});
+        if (fresh) fill(*group, chunk_rows(choice.chunks), p, true);
+        return *group;
+    }
+
+    const Group& waves(const Choice& choice) {
+        const PassSpec p = spec_of(choice, kWaves);
+        const auto [group, fresh] = groups_.of(
+            {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p)});
+        if (fresh) fill(*group, wave_rows(choice), p, false);
+        return *group;
+    }
+
+private:
+    void fill(Group& group, const std::vector<TypicalRows>& passes, const PassSpec& p, bool spine) {
+        group.clear();
+        const Landing landing = passes.front().landing(p);  // they lie alike
+        for (const TypicalRows& rows : passes) {
+            rows.loads(p, landing, loads_);
+            const auto ranks = static_cast<std::size_t>(loads_.count);
+            group.prices.emplace_back(jobs_.constants, loads_.ranks, ranks, loads_.stages, p, spine);
+        }
+        group.finish(!spine);
+    }
+
+    static i64 moves(const PassSpec& p) {
+        return (p.node_ranks ? 8 : 0) + 4 * p.keep + 2 * p.prefetch + p.offload;
+    }
+
+    const std::vector<TypicalRows>& chunk_rows(i64 chunks) {
+        const auto [found, fresh] = rows_.of({kSpine, chunks});
+        if (!fresh) return *found;
+        found->clear();
+        if (chunks == 1) {
+            block_.spine(inner_sums_, 0, *found);
+            return *found;
+        }
+        for (const auto& [lo, hi] : chunks_of(inner_rows_, chunks)) {
+            chunk_.clear();
+            i64 start = 0;
+            for (const Span& s : spans_) {
+                const i64 first = std::max<i64>(lo - start, 0), last = std::min(hi - start, s.hi);
+                if (first < last) chunk_.push_back({s.node, first, last});
+                start += s.hi;
+            }
+            block_.spine(block_.inner_sums(chunk_), lo, *found);
+        }
+        return *found;
+    }
+
+    const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
+        const auto [found, fresh] = rows_.of({kWaves, choice.waves, choice.lane_degree, choice.wide});
+        if (!fresh) return *found;
+        found->clear();
+        for (const LeafSet& wave : dealt(choice.waves)) {
+            block_.with_leaves({}, wave, choice.lane_degree, choice.wide, inner_rows_, inner_count_, *found);
+        }
+        return *found;
+    }
+
+    // The leaves of each wave; all of them, where there is one.
+    const std::vector<LeafSet>& dealt(i64 waves) {
+        const auto [found, fresh] = dealt_.of({waves});
+        if (!fresh) return *found;
+        const Nodes& order = block_.by_rows();
+        wave_of_.assign(order.size(), 0);
+        std::size_t count = 1;
+        if (waves > 1) {
+            const std::vector<Nodes> parts = jobs_.waves_of(*leaves_, waves);
+            count = parts.size();
+            number_.resize(jobs_.forest.rows.size());
+            for (std::size_t i = 0; i < count; ++i) {
+                for (int node : parts[i]) number_[node] = static_cast<int>(i);
+            }
+            for (std::size_t leaf = 0; leaf < order.size(); ++leaf) wave_of_[leaf] = number_[order[leaf]];
+        }
+        found->resize(count);
+        for (LeafSet& set : *found) set.clear();
+        for (std::size_t leaf = 0; leaf < order.size(); ++leaf) {
+            block_.add((*found)[wave_of_[leaf]], static_cast<int>(leaf));
+        }
+        return *found;
+    }
+
+    const Jobs& jobs_;
+    const Nodes* leaves_ = nullptr;
+    i64 inner_rows_ = 0, inner_count_ = 0;
+    std::vector<Span> spans_, chunk_;
+    RankSums inner_sums_;
+    TypicalBlock block_;
+    std::vector<TypicalRows> fused_;        // the last one
+    TypicalLoads loads_;
+    Known<std::vector<TypicalRows>> rows_;  // by how they lie
+    Known<Group> groups_;                   // and by how they move, too
+    Known<std::vector<LeafSet>> dealt_;     // by number of waves
+    std::vector<int> wave_of_, number_;     // [leaf by rows], [node] its wave
+};
+
+}  // namespace augtree
