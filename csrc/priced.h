@@ -193,8 +193,8 @@ public:
     }
 
     TypicalRows fused(i64 lane_degree, i64 wide) {
-        if (leaves_.empty()) return block_.spine(spans_, 0);
-        return block_.with_leaves(spans_, nullptr, lane_degree, std::min(wide, leaf_count()), 0, 0);
+        if (leaves_.empty()) return block_.spine(spans_, {});
+        return block_.with_leaves(spans_, nullptr, lane_degree, std::min(wide, leaf_count()), {});
     }
 
     PassPrice price(const TypicalRows& rows, const PassSpec& p, bool provides) const {
@@ -216,7 +216,8 @@ public:
 
     const Group& waves(const Choice& choice) {
         const PassSpec p = spec_of(choice, kWaves);
-        Group& group = groups_[{kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p)}];
+        Group& group = groups_[{kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces,
+                                moves(p) + 16 * choice.chunks}];
         if (group.prices.empty()) {
             const std::vector<TypicalRows>& waves = wave_rows(choice);
             group.prices.reserve(waves.size());
@@ -264,19 +265,22 @@ private:
                 if (first < last) spans.push_back({s.node, first, last});
                 start += s.hi;
             }
-            found.push_back(block_.spine(spans, lo));
+            found.push_back(block_.spine(spans, {lo, 0, static_cast<i64>(found.size())}));
         }
         return found;
     }
 
     const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
-        std::vector<TypicalRows>& found = rows_[{kWaves, choice.waves, choice.lane_degree, choice.wide}];
+        std::vector<TypicalRows>& found =
+            rows_[{kWaves, choice.waves, choice.lane_degree, choice.wide, choice.chunks}];
         if (!found.empty()) return found;
         const std::vector<Wave>& waves = dealt(choice.waves);
+        const State state{inner_rows_, static_cast<i64>(inner_.size()),
+                          static_cast<i64>(chunks_of(inner_rows_, choice.chunks).size())};
         found.reserve(waves.size());
         for (const auto& [count, taken] : waves) {
             found.push_back(block_.with_leaves({}, &taken, choice.lane_degree, std::min(choice.wide, count),
-                                               inner_rows_, static_cast<i64>(inner_.size())));
+                                               state));
         }
         return found;
     }

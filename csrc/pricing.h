@@ -57,6 +57,8 @@ struct RankLoad {
     i64 rows = 0, scored = 0, pairs = 0, visiting = 0, early = 0;
     i64 diagonal = 0, triangle = 0;              // masked pairs and all pairs of its causal tiles
     i64 leaves_early = 0;                        // early, too, unless queries travel
+    i64 states = 0;                              // earlier passes of which it holds keys
+    bool resumed = false;                        // some of its own nodes'
     i64 tiles = 0, tiles_a_landing = 0, merged = 0, merged_a_landing = 0;
     i64 cuts = 0, cut_rows = 0, lane_cuts = 0, lane_cut_rows = 0, lane = 1;  // nodes cut over all ranks, or `lane`
     i64 kv_in = 0, kv_out = 0, kv_far_in = 0, kv_far_out = 0, q_in = 0, q_out = 0, q_far_in = 0, q_far_out = 0;
@@ -168,7 +170,7 @@ private:
 };
 
 // Tiles of a rank's rows of a node that is cut over some ranks, with the others' rows of it.
-i64 cut_tiles(i64 landings, i64 ranks, bool crosses);
+i64 cut_tiles(i64 landings, i64 ranks, bool mixed);
 // Stages in which keys land. `most`, `least`: ranks of the block on one node of the machine.
 i64 landings(const PassSpec& p, i64 width, i64 most, i64 least, i64 machine_nodes, bool crosses);
 

@@ -107,20 +107,22 @@ RankSums TypicalBlock::inner_sums(const std::vector<Span>& inner) const {
 TypicalRows::TypicalRows(const TypicalBlock& block)
     : width_(block.width_), mates_(block.mates_), machine_nodes_(block.machine_nodes_) {}
 
-TypicalRows TypicalBlock::spine(const std::vector<Span>& inner, i64 state_rows) const {
+TypicalRows TypicalBlock::spine(const std::vector<Span>& inner, const State& state) const {
     TypicalRows found(*this);
-    found.state_rows_ = state_rows;
+    found.state_rows_ = state.rows;
+    found.states_ = state.passes;
     found.add_rank(inner_sums(inner));
     return found;
 }
 
 TypicalRows TypicalBlock::with_leaves(
-    const std::vector<Span>& inner, const std::vector<char>* taken, i64 lane_degree, i64 wide, i64 state_rows,
-    i64 state_nodes) {
+    const std::vector<Span>& inner, const std::vector<char>* taken, i64 lane_degree, i64 wide,
+    const State& state) {
     TypicalRows found(*this);
     found.lane_degree_ = lane_degree;
-    found.state_rows_ = state_rows;
-    found.whole_ = static_cast<i64>(inner.size()) + state_nodes;
+    found.state_rows_ = state.rows;
+    found.states_ = state.passes;
+    found.whole_ = static_cast<i64>(inner.size()) + state.nodes;
     order_leaves();
     const RankSums above = inner_sums(inner);
     const std::size_t n = by_rows_.size();
@@ -179,17 +181,20 @@ i64 TypicalRows::landings_of(const PassSpec& p) const {
 }
 
 RankLoad TypicalRows::load(const RankSums& sums, const PassSpec& p) const {
-    const i64 landings = landings_of(p), cut = cut_tiles(landings, width_, crosses(p));
+    const i64 landings = landings_of(p), cut = cut_tiles(landings, width_, crosses(p) || (states_ && !leaf_rows_));
     RankLoad x;
     x.rows = sums.rows;
     x.scored = sums.scored;
+    x.cut_rows = sums.cut_rows;
+    x.lane_cut_rows = sums.lane_cut_rows;
     x.pairs = sums.pairs;
     x.early = sums.early + (p.primitive == MOVE_Q ? 0 : sums.leaves_early);
     x.diagonal = sums.diagonal;
     x.triangle = sums.triangle;
-    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (landings + 1) + sums.cuts * cut +
+    const i64 shared = std::min<i64>(whole_, 2);
+    x.tiles = sums.parts + std::max(shared, states_) + shared * landings + sums.cuts * cut +
               sums.lane_cuts * cut_tiles(landings, lane_degree_, false);
-    x.merged = x.rows + sums.below * (landings + 1) + sums.cut_rows * landings +
+    x.merged = x.rows + std::max(sums.below, x.rows * states_) + sums.below * landings + sums.cut_rows * landings +
                sums.lane_cut_rows * std::min(landings, lane_degree_ - 1);
     traffic(sums, p, x);
     if (p.primitive == MOVE_Q) visits(sums, x);
@@ -218,7 +223,7 @@ void TypicalRows::visits(const RankSums& sums, RankLoad& x) const {
     const i64 away = x.rows * (d - 1), here = std::max<i64>(leaf_rows_ - x.rows, 0);
     x.pairs = std::max<i64>(x.pairs + come - go, 0);
     x.visiting = come;
-    x.tiles += 1;
+    x.tiles += states_;
     x.merged += away + here;
     x.q_in = here;
     x.q_out = away;

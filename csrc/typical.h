@@ -24,6 +24,11 @@ struct TypicalLoads {
 
 class TypicalBlock;
 
+// What earlier passes keep on the block: rows, nodes, and how many passes.
+struct State {
+    i64 rows = 0, nodes = 0, passes = 0;
+};
+
 // The heaviest ranks of a lay: the fullest lane's, and one that takes most of the cut leaves.
 class TypicalRows {
 public:
@@ -40,7 +45,7 @@ private:
     i64 landings_of(const PassSpec& p) const;
 
     i64 width_, mates_, machine_nodes_;
-    i64 lane_degree_ = 1, state_rows_ = 0;
+    i64 lane_degree_ = 1, state_rows_ = 0, states_ = 0;
     i64 whole_ = 0;  // nodes above its leaves
     i64 leaf_rows_ = 0, leaf_reach_ = 0;
     RankSums ranks_[2];
@@ -52,10 +57,10 @@ class TypicalBlock {
 public:
     TypicalBlock(const Forest& f, const Constants& c, const Nodes& leaves, i64 width, i64 unit);
     // Inner nodes, or some of their rows, alone.
-    TypicalRows spine(const std::vector<Span>& inner, i64 state_rows) const;
+    TypicalRows spine(const std::vector<Span>& inner, const State& state) const;
     // Inner nodes and leaves; `taken` [leaf by rows] says which leaves, none that all are.
     TypicalRows with_leaves(const std::vector<Span>& inner, const std::vector<char>* taken, i64 lane_degree, i64 wide,
-                            i64 state_rows, i64 state_nodes);
+                            const State& state);
     // Leaves by rows, the longest first.
     const Nodes& by_rows() {
         order_leaves();

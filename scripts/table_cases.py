@@ -157,9 +157,9 @@ def parts(plan: Plan, prices: Prices) -> dict[str, float]:
         for load in loads:
             made = PassPrice(changed, load, provides=False)
             pair = Pair(prices.model.layers, 0) if whole else changed.pair(load.p)
-            slots.append(sum(made.time(pair)))
+            slots.append(made.slot(pair))
             for rank in load.p.block:
-                busy[rank] += slots[-1]
+                busy[rank] += sum(made.time(pair))
         return max(busy) / NS, max(slots) / NS
 
     full, slot = rank_and_slot({})

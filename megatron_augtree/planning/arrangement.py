@@ -77,7 +77,9 @@ def arrange(name: str, placed: Sequence[Placed], world: int, stages: int) -> Arr
     slot = max((x.job.offer.slot for x in placed), default=0)
     time = max(busy, default=0) + (stages - 1) * slot
     peak = max((x.job.offer.peak for x in placed), default=0)
-    order = sorted(range(len(placed)), key=lambda i: (-placed[i].width, placed[i].start, i))
+    # In a pipeline passes of one length follow each other best: a long one fills it for the next.
+    slots = [x.job.offer.slot if stages > 1 else 0 for x in placed]
+    order = sorted(range(len(placed)), key=lambda i: (-placed[i].width, placed[i].start, -slots[i], i))
     return Arrangement(name, tuple(placed[i] for i in order), time, peak)
 
 

@@ -1,9 +1,9 @@
 """1F1B of a plan's passes over (rank, pipeline stage): a pass is a micro-batch of its block.
 
-Every stage of a rank, whenever it is free, prefers a backward: the next in the plan's order, if the later
-stage is done with it and so are all passes that read it. Otherwise it plays the next forward, as long as few
-enough passes are between their forward and their backward there: as many as stages from here on, and the
-spine passes that must stay for their waves. A block begins where all its ranks want the same and are free.
+Every stage of a rank, whenever it is free, plays the next forward in the plan's order, if it is there and few
+enough passes are between their forward and their backward on this stage: as many as stages from here on, and
+the spine passes that must stay for their waves. Otherwise it plays the next backward, if the later stage is
+done with it and so are all passes that read it. A block begins where all its ranks want the same, free.
 Activations and their gradients travel from stage to stage beside other work, where transfers overlap.
 
     stage 0   F0 F1 F2    B0 F3 B1 ..
@@ -121,7 +121,7 @@ class _Pipeline:
         """What a team does next on a stage, if it is free."""
         if not self.free[stage][team]:
             return None
-        for which in ("backward", "forward"):
+        for which in ("forward", "backward"):
             at, queue = self.next[which][stage][team], self.queue[which][team]
             if at < len(queue) and self._may(which, queue[at], stage, team):
                 return which, queue[at]
