@@ -56,8 +56,8 @@ public:
 
     const TypicalRows& fused(i64 lane_degree, i64 wide) {
         fused_.clear();
-        if (leaves_->empty()) return block_.spine(inner_sums_, 0, fused_);
-        return block_.with_leaves(inner_sums_, dealt(1).front(), lane_degree, wide, 0, inner_count_, fused_);
+        if (leaves_->empty()) return block_.spine(inner_sums_, {}, fused_);
+        return block_.with_leaves(inner_sums_, dealt(1).front(), lane_degree, wide, inner_count_, {}, fused_);
     }
 
     // What a rank does of some rows; until the next ones are asked for.
@@ -82,7 +82,8 @@ public:
     const Group& waves(const Choice& choice) {
         const PassSpec p = spec_of(choice, kWaves);
         const auto [group, fresh] = groups_.of(
-            {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p)});
+            {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces,
+             moves(p) + 16 * choice.chunks});
         if (fresh) fill(*group, wave_rows(choice), p, false);
         return *group;
     }
@@ -108,7 +109,7 @@ private:
         if (!fresh) return *found;
         found->clear();
         if (chunks == 1) {
-            block_.spine(inner_sums_, 0, *found);
+            block_.spine(inner_sums_, {}, *found);
             return *found;
         }
         for (const auto& [lo, hi] : chunks_of(inner_rows_, chunks)) {
@@ -119,17 +120,20 @@ private:
                 if (first < last) chunk_.push_back({s.node, first, last});
                 start += s.hi;
             }
-            block_.spine(block_.inner_sums(chunk_), lo, *found);
+            const State before{lo, static_cast<i64>(found->size())};
+            block_.spine(block_.inner_sums(chunk_), before, *found);
         }
         return *found;
     }
 
     const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
-        const auto [found, fresh] = rows_.of({kWaves, choice.waves, choice.lane_degree, choice.wide});
+        const auto [found, fresh] =
+            rows_.of({kWaves, choice.waves, choice.lane_degree, choice.wide, choice.chunks});
         if (!fresh) return *found;
         found->clear();
+        const State prompt{inner_rows_, std::max<i64>(1, std::min(choice.chunks, inner_rows_))};
         for (const LeafSet& wave : dealt(choice.waves)) {
-            block_.with_leaves({}, wave, choice.lane_degree, choice.wide, inner_rows_, inner_count_, *found);
+            block_.with_leaves({}, wave, choice.lane_degree, choice.wide, inner_count_, prompt, *found);
         }
         return *found;
     }

@@ -152,6 +152,8 @@ void PassRows::basic() {
         for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = own->rows;
         for (std::size_t k = 1; k < kinds_.size(); ++k) {
             for (const Span& s : (*kinds_[k])[rank]) held[s.node - lowest_] += s.hi - s.lo;
+            const auto kept = (*kinds_[k])[rank];
+            x.states += kept.begin() != kept.end();
         }
         i64 below = 0;
         for (const Own* own = first; own != end; ++own) {
@@ -166,6 +168,7 @@ void PassRows::basic() {
             x.early += rows * seen;
             (f_.inner[node] ? x.early : x.leaves_early) += rows * (rows + 1) / 2;
             if (f_.inner[node]) x.early += rows * held[node - lowest_];
+            x.resumed = x.resumed || held[node - lowest_];
             if (holders[own->index] == world_) {
                 x.cuts += world_ > 1;
                 x.cut_rows += world_ > 1 ? rows : 0;
@@ -176,9 +179,9 @@ void PassRows::basic() {
             }
         }
         const i64 shared_nodes = std::min<i64>(static_cast<i64>(whole_at_[rank + 1] - whole_at_[rank]), 2);
-        x.tiles = (end - first) + shared_nodes;
+        x.tiles = (end - first) + std::max(shared_nodes, x.states);
         x.tiles_a_landing = shared_nodes;
-        x.merged = x.rows + below;
+        x.merged = x.rows + std::max(below, x.rows * x.states);
         x.merged_a_landing = below;
         for (const Own* own = first; own != end; ++own) mine[forest_node_[own->index] - lowest_] = 0;
         for (std::size_t k = 1; k < kinds_.size(); ++k) {
@@ -327,9 +330,9 @@ i64 landings(const PassSpec& p, i64 width, i64 most, i64 least, i64 machine_node
     return std::max(std::min(p.pieces, most - 1), std::min(p.pieces, far) + 1);
 }
 
-i64 cut_tiles(i64 landings, i64 ranks, bool crosses) {
+i64 cut_tiles(i64 landings, i64 ranks, bool mixed) {
     const i64 own = std::min(landings, ranks - 1);
-    return crosses ? 2 * landings : own + (own < ranks - 1);
+    return mixed ? 2 * landings : own + (own < ranks - 1);
 }
 
 i64 PassRows::landings_of(const PassSpec& p, bool crosses) const {
@@ -363,10 +366,10 @@ Loads PassRows::loads(const PassSpec& p) {
         }
         found.ranks = crosses ? *handed_on_ : *direct_;
     }
-    const i64 cut = cut_tiles(landings, world_, crosses);
     bool moves = false;
     for (RankLoad& x : found.ranks) {
-        x.tiles += x.tiles_a_landing * landings + x.cuts * cut + x.lane_cuts * cut_tiles(landings, x.lane, false);
+        x.tiles += x.tiles_a_landing * landings + x.cuts * cut_tiles(landings, world_, crosses || x.resumed) +
+                   x.lane_cuts * cut_tiles(landings, x.lane, false);
         x.merged += (x.merged_a_landing + x.cut_rows) * landings + x.lane_cut_rows * std::min(landings, x.lane - 1);
         x.early += p.primitive == MOVE_Q ? 0 : x.leaves_early;
         moves = moves || x.messages;

@@ -15,7 +15,7 @@ struct Loads {
 };
 
 // Tiles of a rank's rows of a node that is cut over some ranks, with the others' rows of it.
-i64 cut_tiles(i64 landings, i64 ranks, bool crosses);
+i64 cut_tiles(i64 landings, i64 ranks, bool mixed);
 // Stages in which keys land. `most`, `least`: ranks of the block on one node of the machine.
 i64 landings(const PassSpec& p, i64 width, i64 most, i64 least, i64 machine_nodes, bool crosses);
 

@@ -74,6 +74,8 @@ struct RankLoad {
     i64 rows = 0, scored = 0, pairs = 0, visiting = 0, early = 0;
     i64 diagonal = 0, triangle = 0;              // masked pairs and all pairs of its causal tiles
     i64 leaves_early = 0;                        // early, too, unless queries travel
+    i64 states = 0;                              // earlier passes of which it holds keys
+    bool resumed = false;                        // some of its own nodes'
     i64 tiles = 0, tiles_a_landing = 0, merged = 0, merged_a_landing = 0;
     i64 cuts = 0, cut_rows = 0, lane_cuts = 0, lane_cut_rows = 0, lane = 1;  // nodes cut over all ranks, or `lane`
     i64 kv_in = 0, kv_out = 0, kv_far_in = 0, kv_far_out = 0, q_in = 0, q_out = 0, q_far_in = 0, q_far_out = 0;

@@ -164,7 +164,7 @@ void PassRows::move_q(Vec<RankLoad>& out) {
         x.messages = count(receivers.data(), words_) + back;
         x.pairs += come - go;
         x.visiting = come;
-        x.tiles += 1;
+        x.tiles += x.states;
         x.merged += x.q_in + x.q_out;
     }
 }

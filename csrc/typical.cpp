@@ -100,19 +100,21 @@ TypicalRows::TypicalRows(const TypicalBlock& block)
     : width_(block.width_), mates_(block.mates_), machine_nodes_(block.machine_nodes_) {}
 
 TypicalRows& TypicalBlock::spine(
-    const RankSums& inner, i64 state_rows, std::vector<TypicalRows>& into) const {
+    const RankSums& inner, const State& state, std::vector<TypicalRows>& into) const {
     TypicalRows& found = into.emplace_back(*this);
-    found.state_rows_ = state_rows;
+    found.state_rows_ = state.rows;
+    found.states_ = state.passes;
     found.add_rank(inner);
     return found;
 }
 
 TypicalRows& TypicalBlock::with_leaves(
-    const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide, i64 state_rows, i64 nodes,
+    const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide, i64 nodes, const State& state,
     std::vector<TypicalRows>& into) {
     TypicalRows& found = into.emplace_back(*this);
     found.lane_degree_ = lane_degree;
-    found.state_rows_ = state_rows;
+    found.state_rows_ = state.rows;
+    found.states_ = state.passes;
     found.whole_ = nodes;
     found.leaf_rows_ = part.rows;
     found.leaf_reach_ = part.reach;
@@ -213,13 +215,16 @@ void TypicalRows::load(const RankSums& sums, const PassSpec& p, const Landing& l
     const i64 landings = landing.landings;
     x.rows = sums.rows;
     x.scored = sums.scored;
+    x.cut_rows = sums.cut_rows;
+    x.lane_cut_rows = sums.lane_cut_rows;
     x.pairs = sums.pairs;
     x.early = sums.early + (p.primitive == MOVE_Q ? 0 : sums.leaves_early);
     x.diagonal = sums.diagonal;
     x.triangle = sums.triangle;
-    x.tiles = sums.parts + std::min<i64>(whole_, 2) * (landings + 1) + sums.cuts * landing.cut +
+    const i64 shared = std::min<i64>(whole_, 2), cut = states_ && !leaf_rows_ ? 2 * landings : landing.cut;
+    x.tiles = sums.parts + std::max(shared, states_) + shared * landings + sums.cuts * cut +
               sums.lane_cuts * landing.lane_cut;
-    x.merged = x.rows + sums.below * (landings + 1) + sums.cut_rows * landings +
+    x.merged = x.rows + std::max(sums.below, x.rows * states_) + sums.below * landings + sums.cut_rows * landings +
                sums.lane_cut_rows * landing.lane_landings;
     x.visiting = x.q_in = x.q_out = x.q_far_in = x.q_far_out = 0;
     traffic(sums, p, landing.crosses, x);
@@ -248,7 +253,7 @@ void TypicalRows::visits(const RankSums& sums, RankLoad& x) const {
     const i64 away = x.rows * (d - 1), here = std::max<i64>(leaf_rows_ - x.rows, 0);
     x.pairs = std::max<i64>(x.pairs + come - go, 0);
     x.visiting = come;
-    x.tiles += 1;
+    x.tiles += states_;
     x.merged += away + here;
     x.q_in = here;
     x.q_out = away;

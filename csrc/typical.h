@@ -40,6 +40,11 @@ struct Landing {
     i64 landings, cut, lane_cut, lane_landings;  // tiles of a node cut over the block, over a lane
 };
 
+// What earlier passes keep on the block: rows, and how many passes.
+struct State {
+    i64 rows = 0, passes = 0;
+};
+
 // The heaviest ranks of a lay: the fullest lane's, and one that takes most of the cut leaves.
 class TypicalRows {
 public:
@@ -56,7 +61,7 @@ private:
     void visits(const RankSums& sums, RankLoad& x) const;
 
     i64 width_, mates_, machine_nodes_;
-    i64 lane_degree_ = 1, state_rows_ = 0;
+    i64 lane_degree_ = 1, state_rows_ = 0, states_ = 0;
     i64 whole_ = 0;  // nodes above its leaves
     i64 leaf_rows_ = 0, leaf_reach_ = 0;
     RankSums ranks_[2];
@@ -71,10 +76,10 @@ public:
     // What some inner nodes, or some of their rows, give to each rank.
     RankSums inner_sums(const std::vector<Span>& inner) const;
     // Inner nodes alone.
-    TypicalRows& spine(const RankSums& inner, i64 state_rows, std::vector<TypicalRows>& into) const;
+    TypicalRows& spine(const RankSums& inner, const State& state, std::vector<TypicalRows>& into) const;
     // Inner nodes and leaves; `nodes` are above these.
     TypicalRows& with_leaves(const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide,
-                             i64 state_rows, i64 nodes, std::vector<TypicalRows>& into);
+                             i64 nodes, const State& state, std::vector<TypicalRows>& into);
     // Leaves by rows, the longest first.
     const Nodes& by_rows() const { return by_rows_; }
     void add(LeafSet& part, int leaf) const {

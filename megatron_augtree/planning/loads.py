@@ -20,7 +20,7 @@ class RankLoad(NamedTuple):
     """What one rank does in one layer of a pass.
 
     Attributes:
-        rows, scored: its rows, and those that reach the vocabulary.
+        rows, scored, cut: its rows, those that reach the vocabulary, and those of nodes cut over ranks.
         pairs: (query, key) pairs it computes; `visiting` of them with other ranks' queries (``move_q``).
         early: those that need nothing received, computed while the first piece travels. Under ``move_q``
             leaves' own triangles are not among them: they are computed while results come back.
@@ -34,6 +34,7 @@ class RankLoad(NamedTuple):
 
     rows: int
     scored: int
+    cut: int
     pairs: int
     visiting: int
     early: int
@@ -71,7 +72,7 @@ def landings(p: Pass, sizes: Sequence[int], *, crosses: bool) -> int:
     return max(min(p.pieces, max(sizes) - 1), min(p.pieces, far) + 1)
 
 
-def cut_tiles(lands: int, ranks: int, *, crosses: bool = False) -> int:
+def cut_tiles(lands: int, ranks: int, *, mixed: bool = False) -> int:
     """Tiles of a rank's rows of a node that is cut over some ranks, with the others' rows of it: one a
     landing, and one more where keys of several ranks land together, of which a zigzag's first rows see less
     than its last.
@@ -79,10 +80,11 @@ def cut_tiles(lands: int, ranks: int, *, crosses: bool = False) -> int:
     Args:
         lands: landings of the pass.
         ranks: how many the node is cut over.
-        crosses: its keys cross to other nodes of the machine and are handed on.
+        mixed: in every landing there are some such: a node's keys are handed on to others, or an earlier
+            pass had its first rows.
     """
     own = min(lands, ranks - 1)
-    return 2 * lands if crosses else own + (own < ranks - 1)
+    return 2 * lands if mixed else own + (own < ranks - 1)
 
 
 class PassLoads(Viewers):
@@ -125,23 +127,30 @@ class PassLoads(Viewers):
         rows = sum(own.values())
         below = sum(n for node, n in own.items() if shape.parents[node] >= 0)
         lands = self._landings
-        tiles = cut_tiles(lands, self.world, crosses=self.crosses)
+        resumed = any(s.node in own for state in self.states for s in state[rank])
+        tiles = cut_tiles(lands, self.world, mixed=self.crosses or resumed)
         lane = max((self._holders[n] for n in lane_cut), default=1)
         lane_lands, lane_tiles = min(lands, lane - 1), cut_tiles(lands, lane)
+        held = sum(bool(state[rank]) for state in self.states)
+        shared = min(len(whole), 2)
         return {
             "rows": rows,
             "scored": sum(min(shape.scored[s.node], s.hi - s.lo) for s in spans),
+            "cut": sum(own[n] for n in (*cut, *lane_cut)),
             "pairs": sum(shape.area(*s) for s in spans),
             "visiting": 0,
             "early": self._early(rank),
             "triangles": tuple(own.values()),
-            # Own triangles; tiles of shared nodes, and of nodes cut over all ranks, or over those of a lane.
+            # Own triangles; keys held, a buffer a pass; those of shared nodes, and of nodes cut over all
+            # ranks, or over those of a lane.
             "tiles": len(own)
-            + min(len(whole), 2) * (lands + 1)
+            + max(shared, held)
+            + shared * lands
             + len(cut) * tiles
             + len(lane_cut) * lane_tiles,
             "merged": rows
-            + below * (lands + 1)
+            + max(below, rows * held)
+            + below * lands
             + sum(own[n] for n in cut) * lands
             + sum(own[n] for n in lane_cut) * lane_lands,
             "q_in": 0,
@@ -261,7 +270,7 @@ class PassLoads(Viewers):
             basic |= {
                 "pairs": basic["pairs"] + pairs_in - pairs_out,
                 "visiting": pairs_in,
-                "tiles": basic["tiles"] + 1,
+                "tiles": basic["tiles"] + sum(bool(state[rank]) for state in self.states),
                 "merged": basic["merged"] + q_in + q_out,
                 "q_in": q_in,
                 "q_out": q_out,

@@ -170,4 +170,4 @@ def _typical(shape: ForestShape, lay: Recipe, states: Sequence[Recipe]) -> Lay:
         inner = cut_rows(shape, lay.inner, lay.lo, lay.hi)
     rows = sum(state.hi - state.lo for state in states)
     nodes = len(states[0].inner) if states and lay.leaves else 0
-    return Lay(tuple(inner), lay.leaves, lay.width, lay.lane_degree, lay.wide, rows, nodes)
+    return Lay(tuple(inner), lay.leaves, lay.width, lay.lane_degree, lay.wide, rows, nodes, len(states))

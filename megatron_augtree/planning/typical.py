@@ -26,7 +26,7 @@ class Lay(NamedTuple):
         inner: spans cut over the whole block.
         leaves: nodes that go to lanes.
         width, lane_degree, wide: see `lanes.place`.
-        state_rows, state_nodes: rows and nodes whose keys earlier passes keep on the block.
+        state_rows, state_nodes, states: what earlier passes keep on the block: rows, nodes, how many passes.
     """
 
     inner: tuple[Span, ...]
@@ -36,6 +36,7 @@ class Lay(NamedTuple):
     wide: int = 0
     state_rows: int = 0
     state_nodes: int = 0
+    states: int = 0
 
 
 class _Part(NamedTuple):
@@ -130,7 +131,8 @@ class TypicalLoads:
     def _load(self, parts: Sequence[_Part]) -> RankLoad:
         lay, p, d = self.lay, self.p, self.world
         lands = self._landings
-        tiles, lane = cut_tiles(lands, d, crosses=self._crosses), lay.lane_degree
+        resumed, lane = bool(lay.states and not lay.leaves), lay.lane_degree
+        tiles = cut_tiles(lands, d, mixed=self._crosses or resumed)
         whole = len(lay.inner) * bool(lay.leaves) + lay.state_nodes
         cut, lane_cut = [x for x in parts if x.ranks == d > 1], [x for x in parts if 1 < x.ranks < d]
         rows = sum(x.rows for x in parts)
@@ -141,16 +143,19 @@ class TypicalLoads:
         load = RankLoad(
             rows=rows,
             scored=sum(x.scored for x in parts),
+            cut=sum(x.rows for x in (*cut, *lane_cut)),
             pairs=sum(x.pairs for x in parts),
             visiting=0,
             early=early,
             triangles=tuple(x.rows for x in parts),
             tiles=len(parts)
-            + min(whole, 2) * (lands + 1)
+            + max(min(whole, 2), lay.states)
+            + min(whole, 2) * lands
             + len(cut) * tiles
             + len(lane_cut) * cut_tiles(lands, lane),
             merged=rows
-            + below * (lands + 1)
+            + max(below, rows * lay.states)
+            + below * lands
             + sum(x.rows for x in cut) * lands
             + sum(x.rows for x in lane_cut) * min(lands, lane - 1),
             kv_in=near + far,
@@ -189,7 +194,7 @@ class TypicalLoads:
         return load._replace(
             pairs=max(load.pairs + come - go, 0),
             visiting=come,
-            tiles=load.tiles + 1,
+            tiles=load.tiles + self.lay.states,
             merged=load.merged + away + here,
             q_in=here,
             q_out=away,

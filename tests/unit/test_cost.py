@@ -94,12 +94,12 @@ def test_loads_equal_the_compiled_program(graph, node_ranks):
 
 CHOICES = [
     Choice(degree=degree, lane_degree=lane, wide=wide, pieces=pieces, primitive=primitive,
-           phase=phase, waves=waves, node_ranks=node_ranks)
+           phase=phase, chunks=chunks, waves=waves, node_ranks=node_ranks)
     for degree in (4, 8)
     for lane, wide in ((1, 0), (1, 2), (degree, 0), (2, 0))
     for primitive, pieces in (("gather_kv", 1), ("gather_kv", 2), ("gather_kv", 4),
                               ("move_kv", 1), ("move_q", 1))
-    for phase, waves in (("fused", 1), ("phased", 2))
+    for phase, chunks, waves in (("fused", 1, 1), ("phased", 1, 2), ("phased", 4, 1))
     for node_ranks in ((0, 2, 4) if primitive == "gather_kv" else (0,))
 ]  # fmt: skip
 
@@ -107,16 +107,16 @@ CHOICES = [
 @pytest.mark.parametrize(
     "shape",
     [
-        from_lengths(64, [16, 9, 30, 8, 24]),
-        from_lengths(40, [33] * 12),
-        forest(from_lengths(24, [8, 8, 20]), from_lengths(16, [40, 8])),
+        from_lengths(640, [160, 90, 300, 80, 240]),
+        from_lengths(400, [330] * 12),
+        forest(from_lengths(240, [80, 80, 200]), from_lengths(160, [400, 80])),
     ],
     ids=("ragged", "many", "two trees"),
 )
 def test_tiles_and_merged_rows_are_those_of_the_program(shape):
     """Calls of the attention kernel and rows that are combined on the busiest rank, over the placements that
     the planner makes: hardly ever too few, and at most twice as many where nodes are short."""
-    few = merged_few = 0
+    passes = few = merged_few = 0
     for choice in CHOICES:
         plan = build(choice, shape, choice.degree, 5)
         for p in plan.passes:
@@ -129,10 +129,11 @@ def test_tiles_and_merged_rows_are_those_of_the_program(shape):
                 combined.append(sum(tile.q.count for tile in mine) + loads.ranks[rank].q_out)
             tiles, merged = (max(getattr(x, name) for x in loads.ranks) for name in ("tiles", "merged"))
             said = str(choice), p.id
-            assert 0.85 * max(calls) <= tiles <= 2 * max(*calls, 2), said
+            assert max(calls) - tiles <= max(1, 0.3 * tiles) and tiles <= 2 * max(*calls, 2), said
+            passes += 1
             few += max(calls) > tiles
             merged_few += max(combined) > 1.1 * merged
-    assert few <= 0.1 * len(CHOICES) and merged_few <= 0.1 * len(CHOICES), (few, merged_few)
+    assert few <= 0.15 * passes and merged_few <= 0.05 * passes, (passes, few, merged_few)
 
 
 @settings(max_examples=50, deadline=None)
@@ -192,10 +193,13 @@ def test_rates_keep_forty_bits(each, per_second, count):
 def test_few_queries_cost_a_whole_tile():
     """A kernel's blocks run half empty: 16 rows against many keys cost what `query_rows` rows cost."""
     small, large = one_pass(4096), one_pass(4096)
-    load = small.ranks[0]._replace(rows=16, pairs=16 * 4096, triangles=())
-    full = large.ranks[0]._replace(rows=128, pairs=128 * 4096, triangles=())
+    load = small.ranks[0]._replace(rows=16, cut=0, pairs=16 * 4096, triangles=())
+    full = large.ranks[0]._replace(rows=128, cut=0, pairs=128 * 4096, triangles=())
     assert PRICES.cluster.query_rows == 128
     assert load.pairs + PRICES.masked_pairs(load) == full.pairs == full.pairs + PRICES.masked_pairs(full)
+    # Of a node in zigzag each half meets other keys.
+    halves = full._replace(cut=128)
+    assert halves.pairs + PRICES.masked_pairs(halves) == 2 * full.pairs
 
 
 def test_bytes_of_a_model_by_hand():
