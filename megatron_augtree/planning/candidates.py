@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_augtree.planning.assign import assign
 from megatron_augtree.planning.lanes import node_costs
-from megatron_augtree.planning.plan import Event, Plan
+from megatron_augtree.planning.plan import Event, Plan, counted
 from megatron_augtree.planning.recipe import Recipe, plan_of
 from megatron_augtree.planning.tree import ForestShape
 
@@ -60,7 +60,9 @@ class Choice:
         parts = [f"degree {self.degree}"]
         parts += [f"{self.copies} copies"] if self.copies > 1 else []
         parts += [
-            self.phase if self.phase == "fused" else f"phased ({self.chunks} chunks, {self.waves} waves)"
+            self.phase
+            if self.phase == "fused"
+            else f"phased ({counted(self.chunks, 'chunk')}, {counted(self.waves, 'wave')})"
         ]
         if self.degree > 1:
             parts += [self.primitive + (f" in {self.pieces}" if self.primitive == "gather_kv" else "")]
@@ -74,7 +76,7 @@ class Choice:
 
 
 def _recompute(what: str, whole: int, attention: int) -> str:
-    return "" if whole < 0 else f"{what}keep {whole} layers + {attention} attentions"
+    return "" if whole < 0 else f"{what}keep {counted(whole, 'layer')} + {counted(attention, 'attention')}"
 
 
 def cut_pool(world: int, degree: int) -> list[tuple[int, ...]]:

@@ -207,8 +207,8 @@ class Plan:
         if self.shape != shape or self.world != world:
             raise InputError(
                 "a plan does not fit the step",
-                values=f"plan: {self.shape.total_rows} rows on {self.world} ranks; step: "
-                f"{shape.total_rows} rows on {world} ranks",
+                values=f"plan: {counted(self.shape.total_rows, 'row')} on {counted(self.world, 'rank')}; "
+                f"step: {counted(shape.total_rows, 'row')} on {counted(world, 'rank')}",
                 rule="a plan is played with the groups and on the pool that it was made for",
                 remedy="plan again, or load the plan that belongs to these groups",
             )

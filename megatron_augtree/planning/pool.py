@@ -255,12 +255,13 @@ class Pool:
                 return made
 
     def _alone(self, widths: Sequence[int]) -> Arrangement | None:
-        """One tree: widest first; a narrower block that cannot be faster even if all is even is left out."""
+        """One tree: widest first; a narrower block that cannot be faster even if all is even is left out. Of
+        blocks that take as long the narrowest."""
         best: tuple[int, int] | None = None
         for width in reversed(widths):
             if best is None or self.jobs.ideal(self.trees[0], width) < best[0]:
                 jobs = self.settled(0, width)
-                if jobs is not None and (best is None or cost_of(jobs) < best[0]):
+                if jobs is not None and (best is None or cost_of(jobs) <= best[0]):
                     best = cost_of(jobs), width
         return None if best is None else self._place(Seated("one tree", [(best[1], 0)], best[0]))
 

@@ -23,6 +23,7 @@ from megatron_augtree.planning.rounds import LockStep
 from megatron_augtree.planning.slots import promising, with_shorter_slots
 from megatron_augtree.planning.tree import ForestShape
 
+#: What a forced choice asks of a step.
 _ROOM_FOR_KEYS = (
     "a block has ranks for the primitive, a tree ranks that copies divide and leaves for copies and waves, "
     "its spine rows for chunks"
@@ -187,7 +188,8 @@ class Search:
     def _decision(self, arrangement: Arrangement) -> Decision:
         recipes, events = arrangement.recipes(self.shape, self.unit)
         choices = list(dict.fromkeys(map(str, dict.fromkeys(x.job.offer.choice for x in arrangement.placed))))
-        note = f"{choices[0]}" + (f" and {len(choices) - 1} more kinds of block" if len(choices) > 1 else "")
+        others = f" and {counted(len(choices) - 1, 'more kind', 'more kinds')} of block"
+        note = choices[0] + (others if len(choices) > 1 else "")
         peak = arrangement.peak_bytes + self.prices.cluster.base_bytes
         return Decision("augtree", recipes, events, note, arrangement.time_ns, peak)
 
@@ -364,13 +366,14 @@ class Search:
         node = max(nodes, key=lambda n: self.shape.starts[n] + rows[n])
         longest = self.shape.starts[node] + rows[node]
         tree = "" if root is None else f"tree {self.shape.roots.index(root)} of {len(self.shape.roots)} "
-        tree += "" if root is None else f"({sum(rows[n] for n in nodes)} rows); "
+        tree += "" if root is None else f"({counted(sum(rows[n] for n in nodes), 'row')}); "
+        flag, size = self.config.memory_budget_gib, f"{self.budget / GIB:.3g}"
+        given = f"--augtree-memory-budget-gib {size}" if flag else f"the machine's memory, {size} GiB"
         ranks = self._ranks_that_fit(jobs, nodes) if jobs is not None and not self.forced else 0
         return InfeasiblePlanError(
             "no plan fits the memory budget",
-            values=f"--augtree-memory-budget-gib {self.budget / GIB:.3g}; {tree}the leanest plan "
-            f"({lean}) needs {needs / GIB:.3f} GiB; "
-            f"the longest sequence has {longest} rows (ends in node {node})",
+            values=f"{given}; {tree}the leanest plan ({lean}) needs {needs / GIB:.3f} GiB; "
+            f"the longest sequence has {counted(longest, 'row')} (ends in node {node})",
             rule="every rank's predicted peak above the model stays within the budget",
             remedy=f"raise the budget to {needs / GIB:.3f} GiB, "
             + (f"use blocks of {ranks} ranks, " if ranks else "add ranks, ")

@@ -21,6 +21,7 @@ from megatron_augtree.planning.baselines.common import (
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, greedy, rounds, widths
 from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.lanes import node_costs
+from megatron_augtree.planning.plan import counted
 from megatron_augtree.planning.tree import ForestShape
 
 #: (maker, nodes, first rank, ranks): adds one job.
@@ -80,7 +81,7 @@ def by_rows(step: Step) -> Iterator[Seating]:
         asked = [degree_of(rows, limit, step.world) for rows in lengths]
         widened = [width for _, _, width in sorted(seats)]
         for name, dealt in {
-            f"{len(made)} rounds": seats,
+            counted(len(made), "round"): seats,
             "greedy": greedy(asked, works, step.world),
             "widened, greedy": greedy(widened, works, step.world),
         }.items():

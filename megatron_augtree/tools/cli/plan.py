@@ -102,8 +102,8 @@ def _head(data: dict) -> str:
     saved, degrees = data["rows_saved_share"], ", ".join(map(str, data["degrees"]))
     lines = [
         f"{several(data['groups'], 'group')}, {several(data['sequences'], 'response')} on "
-        f"{several(data['ranks'], 'rank')} ({data['cluster']}): {data['rows']:,} rows computed where the "
-        f"un-shared run computes {data['unshared_rows']:,} ({saved:.1%} saved)",
+        f"{several(data['ranks'], 'rank')} ({data['cluster']}): {several(data['rows'], 'row')} computed "
+        f"where the un-shared run computes {data['unshared_rows']:,} ({saved:.1%} saved)",
         f"{data['mode']}: {data['note']}" + (f"; blocks of {degrees}" if degrees else ""),
         f"predicted {seconds(data['predicted_seconds'])} a step, peak {gib(data['peak_bytes'])} a rank above "
         f"the model, {data['idle_share']:.1%} idle; planned in {seconds(data['plan_seconds'])}",
