@@ -161,6 +161,8 @@ void PassRows::basic() {
             const int node = forest_node_[own->index];
             x.rows += rows;
             below += f_.parents[node] >= 0 ? rows : 0;
+            x.below += f_.starts[node] ? rows : 0;
+            x.above += rows * f_.starts[node];
             x.diagonal += rows * std::min(rows, c_.tile_rows) / 2;
             x.triangle += rows * (rows + 1) / 2;
             i64 seen = 0;

@@ -43,8 +43,9 @@ struct Work {
 
 Work work_of(const Constants& c, const RankLoad& x) {
     const i64 own = std::max<i64>(x.pairs - x.visiting - x.triangle, 0);
-    const i64 masked =
-        x.diagonal + padding(own, x.rows - (x.cut_rows + x.lane_cut_rows) / 2, c.query_rows) + padding(x.visiting, x.q_in, c.query_rows);
+    const i64 above = std::min(own, x.above), half = (x.cut_rows + x.lane_cut_rows) / 2;
+    const i64 masked = x.diagonal + padding(above, x.below, c.query_rows) +
+                       padding(own - above, half, c.query_rows) + padding(x.visiting, x.q_in, c.query_rows);
     return {rows_ns(c, x.rows), c.attention.ns(x.pairs + masked) + x.tiles * c.tile_ns, c.attention.ns(x.early),
             c.merging.ns(x.merged)};
 }

@@ -74,6 +74,7 @@ struct RankLoad {
     i64 rows = 0, scored = 0, pairs = 0, visiting = 0, early = 0;
     i64 diagonal = 0, triangle = 0;              // masked pairs and all pairs of its causal tiles
     i64 leaves_early = 0;                        // early, too, unless queries travel
+    i64 below = 0, above = 0;                    // rows with ancestors, their pairs with these
     i64 states = 0;                              // earlier passes of which it holds keys
     bool resumed = false;                        // some of its own nodes'
     i64 tiles = 0, tiles_a_landing = 0, merged = 0, merged_a_landing = 0;

@@ -35,6 +35,8 @@ void RankSums::add(const RankSums& o) {
     shared += o.shared;
     in_lane += o.in_lane;
     reach += o.reach;
+    under += o.under;
+    above += o.above;
 }
 
 RankSums TypicalBlock::sums_of(const Span& s, i64 ranks, bool inner, i64 share, i64 shares) const {
@@ -56,6 +58,8 @@ RankSums TypicalBlock::sums_of(const Span& s, i64 ranks, bool inner, i64 share, 
     x.shared = ranks == width_ && width_ > 1 ? of : 0;
     x.in_lane = 1 < ranks && ranks < width_ ? of - rows : 0;
     x.reach = rows * start;
+    x.under = f_.starts[s.node] ? rows : 0;
+    x.above = rows * f_.starts[s.node];
     return x;
 }
 
@@ -217,6 +221,8 @@ void TypicalRows::load(const RankSums& sums, const PassSpec& p, const Landing& l
     x.scored = sums.scored;
     x.cut_rows = sums.cut_rows;
     x.lane_cut_rows = sums.lane_cut_rows;
+    x.below = sums.under;
+    x.above = sums.above;
     x.pairs = sums.pairs;
     x.early = sums.early + (p.primitive == MOVE_Q ? 0 : sums.leaves_early);
     x.diagonal = sums.diagonal;

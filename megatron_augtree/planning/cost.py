@@ -112,13 +112,16 @@ class Prices:
 
     def masked_pairs(self, load: RankLoad) -> int:
         """Pairs that a kernel computes beyond those of the mask: diagonals of causal tiles, and keys that
-        meet fewer queries than a tile has rows; of a node in zigzag half of them at a time."""
+        meet fewer queries than a tile has rows: all those below a node together, and of a node in zigzag half
+        of them at a time."""
         c = self.cluster
         diagonal = sum(rows * min(rows, c.tile_rows) // 2 for rows in load.triangles)
         area = sum(rows * (rows + 1) // 2 for rows in load.triangles)
         own = max(load.pairs - load.visiting - area, 0)
         visitors = _padding(load.visiting, load.q_in, c.query_rows)
-        return diagonal + _padding(own, load.rows - load.cut // 2, c.query_rows) + visitors
+        above = min(own, load.above)
+        beside = _padding(own - above, load.cut // 2, c.query_rows)
+        return diagonal + _padding(above, load.below, c.query_rows) + beside + visitors
 
     def tiles_ns(self, load: RankLoad, pairs: int) -> int:
         return self.attention.ns(pairs) + load.tiles * self.cluster.tile_ns

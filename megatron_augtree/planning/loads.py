@@ -20,8 +20,10 @@ class RankLoad(NamedTuple):
     """What one rank does in one layer of a pass.
 
     Attributes:
-        rows, scored, cut: its rows, those that reach the vocabulary, and those of nodes cut over ranks.
+        rows, scored, cut, below: its rows; those that reach the vocabulary, those of nodes cut over ranks,
+            and those of nodes with ancestors.
         pairs: (query, key) pairs it computes; `visiting` of them with other ranks' queries (``move_q``).
+        above: pairs of its rows and their ancestors', wherever these are computed.
         early: those that need nothing received, computed while the first piece travels. Under ``move_q``
             leaves' own triangles are not among them: they are computed while results come back.
         triangles: rows of each of its causal tiles.
@@ -35,6 +37,8 @@ class RankLoad(NamedTuple):
     rows: int
     scored: int
     cut: int
+    below: int
+    above: int
     pairs: int
     visiting: int
     early: int
@@ -137,6 +141,8 @@ class PassLoads(Viewers):
             "rows": rows,
             "scored": sum(min(shape.scored[s.node], s.hi - s.lo) for s in spans),
             "cut": sum(own[n] for n in (*cut, *lane_cut)),
+            "below": sum(n for node, n in own.items() if shape.starts[node]),
+            "above": sum(n * shape.starts[node] for node, n in own.items()),
             "pairs": sum(shape.area(*s) for s in spans),
             "visiting": 0,
             "early": self._early(rank),

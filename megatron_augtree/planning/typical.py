@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
     Attributes:
         rows, pairs, scored: of this rank.
-        start: rows above the first one.
+        start, above: rows above the first one, and of them those of ancestors.
         ranks: how many ranks the node is cut over.
         of: rows of the node, on all ranks.
         inner: whether others of the pass are below it.
@@ -54,6 +54,7 @@ class _Part(NamedTuple):
     pairs: int
     scored: int
     start: int
+    above: int
     ranks: int
     of: int
     inner: bool
@@ -102,7 +103,8 @@ class TypicalLoads:
         rows = -(-size * share // shares)
         pairs = -(-self.shape.area(*span) * share // shares)
         scored = min(self.shape.scored[span.node] * (2 if ranks > 1 else 1), rows)
-        return _Part(rows, pairs, scored, self.shape.starts[span.node] + span.lo, ranks, size, inner)
+        above = self.shape.starts[span.node]
+        return _Part(rows, pairs, scored, above + span.lo, above, ranks, size, inner)
 
     def _leaves(self) -> list[list[_Part]]:
         """Leaves of the heaviest ranks."""
@@ -144,6 +146,8 @@ class TypicalLoads:
             rows=rows,
             scored=sum(x.scored for x in parts),
             cut=sum(x.rows for x in (*cut, *lane_cut)),
+            below=sum(x.rows for x in parts if x.above),
+            above=sum(x.rows * x.above for x in parts),
             pairs=sum(x.pairs for x in parts),
             visiting=0,
             early=early,

@@ -193,12 +193,16 @@ def test_rates_keep_forty_bits(each, per_second, count):
 def test_few_queries_cost_a_whole_tile():
     """A kernel's blocks run half empty: 16 rows against many keys cost what `query_rows` rows cost."""
     small, large = one_pass(4096), one_pass(4096)
-    load = small.ranks[0]._replace(rows=16, cut=0, pairs=16 * 4096, triangles=())
-    full = large.ranks[0]._replace(rows=128, cut=0, pairs=128 * 4096, triangles=())
+    load = small.ranks[0]._replace(
+        rows=16, cut=0, below=16, above=16 * 4096, pairs=16 * 4096, triangles=()
+    )
+    full = large.ranks[0]._replace(
+        rows=128, cut=0, below=128, above=128 * 4096, pairs=128 * 4096, triangles=()
+    )
     assert PRICES.cluster.query_rows == 128
     assert load.pairs + PRICES.masked_pairs(load) == full.pairs == full.pairs + PRICES.masked_pairs(full)
     # Of a node in zigzag each half meets other keys.
-    halves = full._replace(cut=128)
+    halves = full._replace(cut=128, above=0)
     assert halves.pairs + PRICES.masked_pairs(halves) == 2 * full.pairs
 
 
