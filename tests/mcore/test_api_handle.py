@@ -5,9 +5,16 @@ import types
 import pytest
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError, UnsupportedError
+from megatron_augtree.config import (
+    NO_CORE,
+    AugTreeConfig,
+    AugTreeError,
+    InfeasiblePlanError,
+    UnsupportedError,
+)
 from megatron_augtree.mcore import api, build
 from megatron_augtree.mcore.api.planning import _forwards_first
+from megatron_augtree.planning import native
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.planner import reordered
 from tests.mcore.api_samples import FORCED, make_handle, samples, total
@@ -91,6 +98,13 @@ def test_prepare_is_idempotent_and_restores(lab):
     assert not hasattr(model, "augtree_api") and not hasattr(model, "augtree_handle")
     with pytest.raises(AugTreeError, match="several model chunks"):
         api.prepare_model([model, model], AugTreeConfig())
+
+
+def test_a_missing_core_is_said_once(lab, caplog):
+    with native.without_core():
+        handle = make_handle(lab)
+        assert api.prepare_model(handle.model, handle.config) is handle
+    assert caplog.text.count(NO_CORE) == 1
 
 
 def test_what_ddp_multiplies_with_is_undone(lab):
