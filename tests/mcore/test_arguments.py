@@ -83,6 +83,12 @@ def test_unknown_names_are_refused_before_anything_starts():
         assert error.value.rule and error.value.remedy
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "augtree"])
+def test_a_peer_cannot_be_forced(mode):
+    with pytest.raises(AugTreeError, match=f"--augtree-force waves=2, --context-parallel-mode {mode}"):
+        augtree_config(parse(f"--context-parallel-mode {mode} --augtree-force waves=2"))
+
+
 def test_bad_mode_names_choices_and_closest(capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--context-parallel-mode augtre")
