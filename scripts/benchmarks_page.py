@@ -1,9 +1,9 @@
-"""Writes the tables and figures of docs/benchmarks.md from the files in benchmarks/.
+"""Writes the tables and figures of docs/benchmarks.md and README.md from the files in benchmarks/.
 
-    python scripts/benchmarks_page.py            rewrites the page
-    python scripts/benchmarks_page.py --check    exits 1, and names what differs, where the page is stale
+    python scripts/benchmarks_page.py            rewrites the pages
+    python scripts/benchmarks_page.py --check    exits 1, and names what differs, where a page is stale
 
-The text of the page is written by hand. Between `<!-- table NAME -->` and `<!-- end -->` is a table, below
+The text of the pages is written by hand. Between `<!-- table NAME -->` and `<!-- end -->` is a table, below
 a line that says its kind and its file; words may follow the name (`paper_ratios first serial`). Between
 `<!-- value SCRIPT PATH FORMAT -->` and `<!-- end -->`, within a line, stands one figure of the newest file of
 a script: PATH is keys and places with dots between them (spaces are allowed), or begins with `derived`;
@@ -27,12 +27,15 @@ from benchmarks_files import KINDS, at, grid, newest, not_run, percent
 from megatron_augtree.config import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "docs" / "benchmarks.md", ROOT / "README.md"]
 FAMILIES = (benchmarks_simulated, benchmarks_priced, benchmarks_measured)
 TABLES = {name: table for family in FAMILIES for name, table in family.TABLES.items()}
 DERIVED = {**benchmarks_simulated.DERIVED, **benchmarks_measured.DERIVED}
 
 _END = "<!-- end -->"
 _TABLE = re.compile(r"<!-- table (?P<name>[^\n]+?) -->\n(?P<old>.*?)" + _END, re.DOTALL)
+#: What others write (`tests/support.py`).
+_OTHERS = re.compile(r"<!-- [^\n]*written by [^\n]* -->")
 _VALUE = re.compile(r"<!-- value (?P<name>[^\n]+?) -->(?P<old>[^\n]*?)" + _END)
 
 
@@ -131,7 +134,8 @@ def rewritten(page: str, folder: Path) -> str:
     page = _TABLE.sub(put(table, "<!-- table {} -->\n{}\n" + _END), page)
     page = _VALUE.sub(put(value, "<!-- value {} -->{}" + _END), page)
     begun = page.count("<!-- table ") + page.count("<!-- value ")
-    if not begun == page.count(_END) == len(_TABLE.findall(page)) + len(_VALUE.findall(page)):
+    ends = page.count(_END) - len(_OTHERS.findall(page))
+    if not begun == ends == len(_TABLE.findall(page)) + len(_VALUE.findall(page)):
         raise unended("a marker of the page")
     return page
 
@@ -147,25 +151,31 @@ def unended(what: str) -> InputError:
 
 
 def main() -> None:
-    """Rewrites the page, or says where it is stale."""
+    """Rewrites the pages, or says where they are stale."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail where the page is stale")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where a page is stale")
+    parser.add_argument("--page", type=Path, nargs="+", default=PAGES)
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks", help="folder of the files")
     args = parser.parse_args()
-    old = args.page.read_text()
+    stale = [str(page) for page in args.page if not current(page, args.figures, write=not args.check)]
+    if stale and args.check:
+        sys.exit(f"{', '.join(stale)}: stale, run python scripts/benchmarks_page.py")
+
+
+def current(path: Path, figures: Path, *, write: bool) -> bool:
+    """Whether a page is as the figures have it; otherwise it is rewritten, or what differs is printed."""
+    old = path.read_text()
     try:
-        new = rewritten(old, args.figures)
+        new = rewritten(old, figures)
     except InputError as error:
         sys.exit(str(error))
-    if not args.check:
-        args.page.write_text(new)
-        return
-    if new != old:
+    if write:
+        path.write_text(new)
+    elif new != old:
         both = old.splitlines(), new.splitlines()
         print("\n".join(difflib.unified_diff(*both, "page", "figures", n=0, lineterm="")))
-        sys.exit(f"{args.page} is stale: run python scripts/benchmarks_page.py")
+    return new == old
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ def paper_derived(data: dict) -> dict[str, Any]:
 
 #: Peers that the bars are about.
 _BARRED = ("dcp at its best degree", "dcp at 8, groups in turn")
+#: Those that texts mention.
+_POOL_PEERS = (*_BARRED, "ring at its best degree", "two-pass ring")
 
 
 def pools_of(data: dict) -> dict[str, list[dict]]:
@@ -194,7 +196,7 @@ def pool_derived(data: dict) -> dict[str, Any]:
                     "at_bound": pool_at_bound(rows, other, "bound", column),
                     "at_job_bound": pool_at_bound(rows, other, "moldable", column),
                 }
-                for other in _BARRED if values_of(rows, other, column)
+                for other in _POOL_PEERS if values_of(rows, other, column)
             }
             | {"bound": {"mean": statistics.mean(values_of(rows, "bound", column))},
                "job bound": {"mean": statistics.mean(job_bound(rows, column))}}

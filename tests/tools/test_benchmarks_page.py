@@ -55,6 +55,13 @@ def test_the_page_is_up_to_date(copy):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_pages_of_the_repository_are_up_to_date():
+    """The README, too."""
+    command = [sys.executable, str(SCRIPT), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_changed_figure_is_noticed(copy):
     path = copy.newest("paper_table")
     report = json.loads(path.read_text())
