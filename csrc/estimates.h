@@ -8,11 +8,12 @@
 
 namespace augtree {
 
-// A few values by key, which stay where they are; cleared, they keep their memory for the next ones.
+// Values by key, which stay where they are. A search has a few dozen, so that looking at all keys is fastest.
+// Cleared, values keep their memory for the next ones, and what they held: who gets a new one empties it.
 template <class Value>
 class Known {
 public:
-    using Key = std::array<i64, 7>;
+    using Key = std::array<i64, 8>;
 
     void clear() { keys_.clear(); }
 
@@ -82,8 +83,8 @@ public:
     const Group& waves(const Choice& choice) {
         const PassSpec p = spec_of(choice, kWaves);
         const auto [group, fresh] = groups_.of(
-            {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces,
-             moves(p) + 16 * choice.chunks});
+            {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p),
+             choice.chunks});
         if (fresh) fill(*group, wave_rows(choice), p, false);
         return *group;
     }

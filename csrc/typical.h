@@ -13,7 +13,7 @@ struct RankSums {
     i64 lane_cuts, lane_cut_rows;  // the same of nodes cut over a lane
     i64 parts, shared, in_lane;
     i64 reach;                     // pairs of its rows and of what is above them
-    i64 under, above;              // rows of nodes with ancestors, and their pairs with these
+    i64 under, above;              // the same of ancestors alone, without a node's own earlier rows: RankLoad's
     void add(const RankSums& o);
 };
 

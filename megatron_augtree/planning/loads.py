@@ -129,7 +129,7 @@ class PassLoads(Viewers):
         cut = [n for n in own if self._holders[n] == self.world > 1]
         lane_cut = [n for n in own if 1 < self._holders[n] < self.world]
         rows = sum(own.values())
-        below = sum(n for node, n in own.items() if shape.parents[node] >= 0)
+        under = sum(n for node, n in own.items() if shape.parents[node] >= 0)
         lands = self._landings
         resumed = any(s.node in own for state in self.states for s in state[rank])
         tiles = cut_tiles(lands, self.world, mixed=self.crosses or resumed)
@@ -155,8 +155,8 @@ class PassLoads(Viewers):
             + len(cut) * tiles
             + len(lane_cut) * lane_tiles,
             "merged": rows
-            + max(below, rows * held)
-            + below * lands
+            + max(under, rows * held)
+            + under * lands
             + sum(own[n] for n in cut) * lands
             + sum(own[n] for n in lane_cut) * lane_lands,
             "q_in": 0,

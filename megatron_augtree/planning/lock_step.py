@@ -4,7 +4,8 @@ Experts ask for it, since the all-to-all in each of their layers joins ranks of 
 pipelines, where all replicas pass on as many micro-batches. All ranks begin an event, a pass's forward or
 backward, together, so it lasts as long as on the slowest block:
 
-    time = sum over events of the slowest block's + (stages - 1) * longest pass without its vocabulary
+    time = sum over events of the slowest block's + (stages - 1) * longest pass
+    pass = forward + backward, each the slowest block's, without the vocabulary
 
 `rounds.py` makes such plans.
 """
@@ -53,11 +54,15 @@ def lock_step_ns(plan: Plan, prices: Prices) -> int:
     times = [[max(column) for column in zip(*ranks)] for ranks in rank_times(plan, prices)]
     blocks = [p.block for p in plan.passes]
     events = event_numbers(blocks, plan.events, plan.world)
+    numbers = _numbers(blocks, plan.events, plan.world)
     lasts: dict[int, int] = {}
+    slots: dict[int, list[int]] = {}  # number of a pass -> the slowest block's forward, and backward
     for event, (action, pass_id) in zip(events, plan.events):
-        lasts[event] = max(lasts.get(event, 0), times[pass_id][action == "backward"])
-    slot = max((bare + back for _, _, bare, back, _ in times), default=0)
-    return sum(lasts.values()) + (prices.model.stages - 1) * slot
+        backward, slot = action == "backward", slots.setdefault(numbers[pass_id], [0, 0])
+        lasts[event] = max(lasts.get(event, 0), times[pass_id][backward])
+        slot[backward] = max(slot[backward], times[pass_id][2 + backward])
+    longest = max(map(sum, slots.values()), default=0)
+    return sum(lasts.values()) + (prices.model.stages - 1) * longest
 
 
 def in_step(x: Decision, shape: ForestShape, prices: Prices, world: int) -> Decision | None:

@@ -60,7 +60,7 @@ class Offer(NamedTuple):
     Attributes:
         cost: what is compared: `time`, and under a pipeline a share of `slot`.
         time: nanoseconds of all its passes, forward and backward.
-        slot: nanoseconds of its longest pass.
+        slot: nanoseconds of its longest pass; in a pipeline without the vocabulary, which the last stage has.
         peak: bytes of its heaviest rank, above what a step needs whatever its rows.
         choice: how it is played.
     """

@@ -29,6 +29,11 @@ def check_pass(plan: Plan, p: Pass) -> None:
         lambda: f"pass {p.id}: {p.block} of {plan.world}",
     )
     require(
+        len(set(p.reads)) == len(p.reads),
+        "a pass reads another pass once",
+        lambda: f"pass {p.id} reads {p.reads}",
+    )
+    require(
         not p.nodes or 0 <= min(p.nodes) <= max(p.nodes) < len(plan.shape.rows),
         "a pass holds nodes of the forest",
         lambda: f"pass {p.id}: {sorted(p.nodes)} of {len(plan.shape.rows)}",

@@ -66,6 +66,7 @@ def make_plan(
     return explain(shape, model, world, config, tree_groups=tree_groups, mode=mode, own=own)[0]
 
 
+@uncollected()  # nothing that is made here lies in a cycle
 def explain(
     shape: ForestShape,
     model: ModelShape,
@@ -77,11 +78,6 @@ def explain(
     own: bool = False,
 ) -> tuple[Plan, list[Considered]]:
     """`make_plan`, with all candidates that were looked at, cheapest first; those over the budget last."""
-    with uncollected():  # nothing that is made here lies in a cycle
-        return _explain(shape, model, world, config, tree_groups, mode, own)
-
-
-def _explain(shape, model, world, config, tree_groups, mode, own) -> tuple[Plan, list[Considered]]:
     decision, search = _decide(shape, model, world, config, tree_groups, mode, own)
     cluster = search.prices.cluster
     rules = {"shape": shape, "world": world, "pairs_per_row": search.unit, "note": decision.note}

@@ -298,10 +298,15 @@ class Pool:
         key = tree, width
         if key not in self._counted:
             jobs = self.jobs.with_copies(self.trees[tree], width) if self.cost(tree, width) >= 0 else None
-            self._counted[key] = None if jobs is None else self._settle(jobs)
+            self._counted[key] = self._if_it_fits(tree, width) if jobs is None else self._settle(jobs)
             if self._counted[key] is None:
                 self.costs[key] = -1
         return self._counted[key]
+
+    def _if_it_fits(self, tree: int, width: int) -> list[Job] | None:
+        """A tree that by the estimates does not fit, of a few: they are off by some per cent."""
+        offer = self.jobs.best(self.trees[tree], width) if len(self.trees) <= _FEW_TREES else None
+        return None if offer is None else [Job(tuple(self.trees[tree]), 0, offer)]
 
     def _settle(self, jobs: Sequence[Job]) -> list[Job] | None:
         settled = []

@@ -74,7 +74,7 @@ class Rivals:
         self._once: dict[str, list[int]] = {}
         self._bytes: dict[str, list[int]] = {}
         self._twice = list(map(vocabulary.ns, self._summed(pool.shape.scored)))
-        self._late: dict[int, bool] = {}
+        self._late: dict[tuple[int, int], bool] = {}
 
     def _summed(self, values: Sequence[int]) -> list[int]:
         """[tree] sum over its nodes, which are neighbours."""
@@ -184,9 +184,10 @@ class Rivals:
         the least, or else by what ours are estimated to take."""
         if mode.startswith("dcp"):
             return self._is_late(mode, degree, time_ns)
-        if degree not in self._late:  # the same for all others
-            self._late[degree] = self._is_late(mode, degree, time_ns)
-        return self._late[degree]
+        key = degree, time_ns
+        if key not in self._late:  # the same for all others
+            self._late[key] = self._is_late(mode, degree, time_ns)
+        return self._late[key]
 
     def _is_late(self, mode: str, degree: int, time_ns: int) -> bool:
         trees = heaviest_first(self.rows)

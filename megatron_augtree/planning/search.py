@@ -367,7 +367,7 @@ class Search:
         longest = self.shape.starts[node] + rows[node]
         tree = "" if root is None else f"tree {self.shape.roots.index(root)} of {len(self.shape.roots)} "
         tree += "" if root is None else f"({counted(sum(rows[n] for n in nodes), 'row')}); "
-        flag, size = self.config.memory_budget_gib, f"{self.budget / GIB:.3g}"
+        flag, size = self.config.memory_budget_gib, f"{self.budget / GIB:.4g}"
         given = f"--augtree-memory-budget-gib {size}" if flag else f"the machine's memory, {size} GiB"
         ranks = self._ranks_that_fit(jobs, nodes) if jobs is not None and not self.forced else 0
         return InfeasiblePlanError(

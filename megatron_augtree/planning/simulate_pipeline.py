@@ -121,7 +121,7 @@ class _Pipeline:
         """What a team does next on a stage, if it is free."""
         if not self.free[stage][team]:
             return None
-        for which in ("forward", "backward"):
+        for which in ("forward", "backward"):  # Megatron's steady state: a forward for every backward
             at, queue = self.next[which][stage][team], self.queue[which][team]
             if at < len(queue) and self._may(which, queue[at], stage, team):
                 return which, queue[at]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError
 from megatron_augtree.planning import native
 from megatron_augtree.planning.cluster import GIB, preset
-from megatron_augtree.planning.cost import NS, Prices
+from megatron_augtree.planning.cost import NS, PassPrice, Prices
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.lock_step import check_in_step, in_step, lock_step_ns, obeys
 from megatron_augtree.planning.offers import Options
@@ -50,10 +50,17 @@ def in_turns_ns(plan: Plan, prices: Prices) -> int:
         states = [plan.passes[read].placement for read in p.reads]
         return PassLoads(plan.shape, p, states, prices.cluster.node_ranks)
 
-    times = [prices.pass_ns(load(p)) for p in plan.passes]
+    price = [PassPrice(prices, load(p), provides=False) for p in plan.passes]
+    times = [x.time(prices.pair(x.p)) for x in price]
+    bare = [x.time(prices.pair(x.p), vocabulary=False) for x in price]
     columns = list(zip(*sequences(plan), strict=True))
     lasts = [max(times[p][action == "backward"] for action, p in column) for column in columns]
-    return sum(lasts) + (prices.model.stages - 1) * max(prices.slot_ns(load(p)) for p in plan.passes)
+    slots = []
+    for column in columns:
+        if column[0].action == "forward":
+            back = next(other for other in columns if other[0] == Event("backward", column[0].pass_id))
+            slots.append(max(bare[p][0] for _, p in column) + max(bare[p][1] for _, p in back))
+    return sum(lasts) + (prices.model.stages - 1) * max(slots)
 
 
 def degrees(batch: Batch) -> list[int]:

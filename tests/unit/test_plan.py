@@ -129,6 +129,7 @@ BROKEN = {
         lambda p: with_pass(p, 1, reads=()),
         "reads its node's earlier rows",
     ),
+    "a wave that reads a chunk twice": (lambda p: with_pass(p, 3, reads=(0, 0)), "reads another pass once"),
     "a wave that lacks a chunk": (lambda p: with_pass(p, 3, reads=(0,)), "reads all its ancestors' rows"),
     "a leaf in no job": (
         lambda p: with_pass(p, 4, placement=holds([Span(4, 0, 5), Span(5, 0, 6)])),
