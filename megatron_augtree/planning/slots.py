@@ -1,8 +1,8 @@
 """Shorter slots under a pipeline.
 
-Filling and draining a pipeline adds (stages - 1) times the longest pass, whichever job has it. `Jobs` weighs
-the longest pass of each job alike; so where an arrangement is made, jobs with the longest pass are played
-anew, in more waves, as long as that shortens the whole.
+Filling and draining a pipeline adds (stages - 1) times the longest pass, here without its vocabulary,
+whichever job has it. `Jobs` weighs the longest pass of each job alike; so where an arrangement is made, jobs
+with the longest pass are played anew, in more waves, as long as that shortens the whole.
 """
 
 from __future__ import annotations
