@@ -15,6 +15,9 @@ from table_cases import COLUMNS, TIE, Ratios, seconds
 def bars(data: dict) -> Iterator[str]:
     """Bars that are missed in a list, those that are met in a line: priced and simulated."""
     found: dict[tuple[str, str], dict[str, dict]] = {}
+    if "bars" not in data:
+        yield "The run was cut short, and its bars were not judged."
+        return
     for bar in data["bars"]:
         where, what = bar["what"].split(": ", 1)
         *rest, column = where.split(", ")
@@ -196,7 +199,7 @@ def pool_derived(data: dict) -> dict[str, Any]:
                     "at_bound": pool_at_bound(rows, other, "bound", column),
                     "at_job_bound": pool_at_bound(rows, other, "moldable", column),
                 }
-                for other in _POOL_PEERS if values_of(rows, other, column)
+                for other in _POOL_PEERS if other in rows[0]["peers"] and values_of(rows, other, column)
             }
             | {"bound": {"mean": statistics.mean(values_of(rows, "bound", column))},
                "job bound": {"mean": statistics.mean(job_bound(rows, column))}}
