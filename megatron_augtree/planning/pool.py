@@ -33,7 +33,7 @@ _FEW_TREES = 8
 _MANY_TREES = 32
 
 #: Of fewer rows a rank, estimates are far off.
-_FEW_ROWS = 16
+FEW_ROWS = 16
 
 
 class Pool:
@@ -177,7 +177,7 @@ class Pool:
                 return None
             if self._least.bytes(nodes) > self.jobs.room * width:
                 return None
-            few = sum(self.shape.rows[n] for n in nodes) < _FEW_ROWS * width
+            few = sum(self.shape.rows[n] for n in nodes) < FEW_ROWS * width
             offer = self.jobs.best(nodes, width) if few else self.jobs.estimate(nodes, width)
             if offer is None:
                 return None

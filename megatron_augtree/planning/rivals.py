@@ -30,7 +30,7 @@ from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.least import RowBytes, row_bytes
 from megatron_augtree.planning.offers import NEVER
 from megatron_augtree.planning.plan import Event
-from megatron_augtree.planning.pool import Pool
+from megatron_augtree.planning.pool import FEW_ROWS, Pool
 from megatron_augtree.planning.recipe import Decision, Recipe
 from megatron_augtree.planning.sharing import FEW_NODES
 
@@ -241,9 +241,11 @@ class Rivals:
 
     def _floor(self, tree: int, width: int) -> int:
         """What a tree takes on a block at the least, ns: its even share, what the flags recompute included;
-        more where our jobs there are estimated already."""
+        more where our jobs there are estimated already, unless rows are so few that estimates say little."""
         pool = self.pool
         floor = self._alone[tree] // width + pool.launch_ns
+        if self.rows[tree] < FEW_ROWS * width:
+            return floor
         known = pool.costs.get((tree, width), 0) if pool.stages == 1 else 0
         return max(floor, known * 49 // 50 - self._twice[tree] // width) if known else floor
 

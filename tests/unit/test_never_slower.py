@@ -125,6 +125,14 @@ def test_no_peer_is_faster_on_one_nested_tree(fields, world, mode):
     assert chosen.seconds <= peer.seconds
 
 
+def test_few_rows_on_many_ranks_are_not_ruled_out_by_estimates(script):
+    """27 tokens on 24 ranks: an estimate is further off than rivals allow for; found by the script."""
+    rollouts = (((-1, 2), (0, 20), (1, 1), (2, 1), (1, 1)),)
+    batch = replace(script.draw_batch(0), groups=(), rollouts=rollouts, world=24, limit=0, cluster="cpu",
+                    model_name="qwen2.5-0.5b", stages=1)  # fmt: skip
+    assert script.compare(batch).violations == []
+
+
 @pytest.mark.skipif(native.core() is None, reason="Python alone takes minutes")
 def test_peers_of_a_wide_deep_tree_are_ruled_out_uncounted(monkeypatch):
     """One tree of 32 multi-turn groups, played as copies of parts: no peer has these, and to count one's
