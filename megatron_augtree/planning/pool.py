@@ -304,8 +304,9 @@ class Pool:
         return self._counted[key]
 
     def _if_it_fits(self, tree: int, width: int) -> list[Job] | None:
-        """A tree that by the estimates does not fit, of a few: they are off by some per cent."""
-        offer = self.jobs.best(self.trees[tree], width) if len(self.trees) <= _FEW_TREES else None
+        """A tree that by the estimates does not fit a block, of a few trees: they are a little off."""
+        one = width <= (self.degree or self.limit) and self.jobs.options.copies < 2
+        offer = self.jobs.best(self.trees[tree], width) if one and len(self.trees) <= _FEW_TREES else None
         return None if offer is None else [Job(tuple(self.trees[tree]), 0, offer)]
 
     def _settle(self, jobs: Sequence[Job]) -> list[Job] | None:

@@ -106,6 +106,6 @@ def test_the_mode_is_never_dearer_than_megatrons_schedule(seed):
 
     own = load(baseline_recipes("dynamic", shape, [0] * 24, 8, 0)[0])
     theirs = [
-        load(recipes) for recipes, _, note in variants("dynamic", shape, [0] * 24, 8) if "rounds" in note
+        load(recipes) for recipes, _, note in variants("dynamic", shape, [0] * 24, 8) if "round" in note
     ]
     assert len(theirs) == 4 and own <= 1.01 * min(theirs)

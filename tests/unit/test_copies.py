@@ -231,3 +231,12 @@ def test_what_fits_nowhere_says_what_the_limit_allows():
     wide = int(caught.value.remedy.split("use blocks of ")[1].split()[0])
     config = AugTreeConfig(degree=wide, cluster="h100", memory_budget_gib=6)
     make_plan(step.merged.shape, GQA, max(8, wide), config, tree_groups=step.merged.tree_groups)
+
+
+def test_the_budget_that_a_refusal_names_is_enough():
+    """Estimates say a little more than what is then counted: between the two there is a plan."""
+    shape = from_lengths(20000, [900, 700, 500, 300])
+    with pytest.raises(InfeasiblePlanError) as caught:
+        make_plan(shape, GQA, 8, AugTreeConfig(cluster="h100", memory_budget_gib=0.6), tree_groups=(0,))
+    enough = float(caught.value.remedy.split("raise the budget to ")[1].split()[0]) + 0.001
+    make_plan(shape, GQA, 8, AugTreeConfig(cluster="h100", memory_budget_gib=enough), tree_groups=(0,))
