@@ -17,7 +17,8 @@ using Table = py::array_t<i64, py::array::c_style | py::array::forcecast>;
 // A pass's numbers, in the order of `FastJobs.rank_times` in planning/fast.py.
 enum Field { START, RANKS, READS, PRIMITIVE, PIECES, NODE_RANKS, KEEP, PREFETCH, WHOLE, ATTENTION, OFFLOAD, FIELDS };
 
-// [pass, rank of its block in turn] (forward, backward, both without the vocabulary: ns, rows), as if no rank waited for another.
+// [pass, rank of its block in turn] (forward, backward, both without the vocabulary: ns, rows), as if no rank
+// waited for another.
 //
 // counts: [pass, rank in turn] spans; spans: (node, lo, hi) one after the other; reads: passes read, likewise.
 py::array_t<i64> rank_times(

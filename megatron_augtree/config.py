@@ -211,6 +211,20 @@ class AugTreeConfig:
         """
         return parse_force(self.force)
 
+    def check_forced(self) -> None:
+        """Assert that what is forced can be read, and is augtree's: what command lines check.
+
+        Raises:
+            AugTreeError: it cannot, or is a peer's.
+        """
+        if self.forced() and self.mode != "augtree":
+            raise AugTreeError(
+                "a forced plan of a peer",
+                values=f"--augtree-force {self.force}, --context-parallel-mode {self.mode}",
+                rule="only augtree's plans can be forced; a peer has --context-parallel-size",
+                remedy="leave --augtree-force out, or use --context-parallel-mode augtree",
+            )
+
 
 def parse_force(text: str) -> dict[str, int | str]:
     """``"degree=2,primitive=gather_kv"`` -> ``{"degree": 2, "primitive": "gather_kv"}``."""

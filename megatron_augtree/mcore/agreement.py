@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -96,3 +97,9 @@ def _check(texts: Sequence[str], what: str, *, rule: str, remedy: str) -> None:
         raise InputError(
             what, values=f"ranks {others} differ from rank {first[0]}", rule=rule, remedy=remedy
         )
+
+
+def warn(where: str, text: str) -> None:
+    """A warning of the first rank, to the logger of a module."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger(where).warning(text)

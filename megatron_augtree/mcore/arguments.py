@@ -230,13 +230,7 @@ def augtree_config(args: argparse.Namespace) -> AugTreeConfig | None:
     if mode not in MODES:
         raise _mode_error(mode, MODES)
     config = AugTreeConfig(**given)
-    if config.forced() and mode != "augtree":
-        raise AugTreeError(
-            "a forced plan of a peer",
-            values=f"--augtree-force {config.force}, --context-parallel-mode {mode}",
-            rule="only augtree's plans can be forced; a peer has --context-parallel-size",
-            remedy="leave --augtree-force out, or use --context-parallel-mode augtree",
-        )
+    config.check_forced()
     cluster_of(config.cluster)
     if config.kernel not in KERNEL_NAMES:
         closest = difflib.get_close_matches(config.kernel, KERNEL_NAMES, n=1)

@@ -17,14 +17,15 @@ alike. Nothing is saved: a run that resumes measures again.
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from megatron_augtree.mcore.agreement import warn
 from megatron_augtree.mcore.sampler import StepBatch
 from megatron_augtree.mcore.shards import tensor_parallel_group
 from megatron_augtree.planning.plan import Plan
@@ -73,11 +74,6 @@ class Trial:
         return statistics.median(self.planned) / statistics.median(self.stock)
 
 
-def _warn(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logging.getLogger(__name__).warning(text)
-
-
 @dataclass
 class Guard:
     """Chooses between a step's plan and ring's, and learns from the time that it took.
@@ -96,7 +92,7 @@ class Guard:
 
     steps: int
     transport: Transport | None = None
-    warn: Callable[[str], None] = _warn
+    warn: Callable[[str], None] = partial(warn, __name__)
     trials: dict[str, Trial] = field(default_factory=dict)
     fallback_steps: int = 0
     timed_steps: int = 0

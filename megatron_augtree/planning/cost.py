@@ -176,10 +176,6 @@ class Prices:
         """(forward, backward) of a pass on one pipeline stage: its slowest rank."""
         return PassPrice(self, loads, provides=False).time(self.pair(loads.p))
 
-    def slot_ns(self, loads: PassLoads) -> int:
-        """What a pass adds to filling and draining a pipeline, once a stage; see `PassPrice`."""
-        return PassPrice(self, loads, provides=False).slot(self.pair(loads.p))
-
     # Memory.
 
     def pass_bytes(self, loads: PassLoads, *, provides: bool) -> list[int]:
@@ -287,9 +283,9 @@ class PassPrice:
         return not any(x.exposed for x in self.lines)
 
     def slot(self, pair: Pair) -> int:
-        """Forward and backward ns on a stage without the vocabulary, if not all have it: what filling and
-        draining a pipeline waits for."""
-        return sum(self.time(pair, vocabulary=self.prices.model.stages == 1))
+        """Forward and backward ns on a stage without the vocabulary: what filling and draining a pipeline
+        waits for, once a stage but the last."""
+        return sum(self.time(pair, vocabulary=False))
 
     def time(self, pair: Pair, *, vocabulary: bool = True) -> tuple[int, int]:
         """(forward, backward) ns of a stage's share of the layers, and the vocabulary: the slowest rank's."""

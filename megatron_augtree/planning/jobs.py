@@ -75,20 +75,19 @@ class Jobs:
 
     def offer(self, passes: Sequence[tuple[PassPrice, Pair]], peak: int, choice: Choice) -> Offer:
         """A choice with these passes."""
-        time = sum(sum(price.time(pair)) for price, pair in passes)
-        slot = max(price.slot(pair) for price, pair in passes)
-        stages = self.prices.model.stages
+        stages, times = self.prices.model.stages, [sum(price.time(pair)) for price, pair in passes]
+        time, slot = sum(times), max(times if stages == 1 else [price.slot(pair) for price, pair in passes])
         return Offer(time + slot * (stages - 1) * self.slot_weight // 16, time, slot, peak, choice)
 
     def ideal(self, nodes: Sequence[int], ranks: int) -> int:
         """Forward and backward of some nodes spread evenly over some ranks, without any fixed cost, ns."""
         c, m = self.prices.cluster, self.prices.model
-        rows, pairs = self._totals(nodes)
+        rows, pairs = self.totals(nodes)
         linear = (self.prices.linear.ns(rows) + self.prices.beside.ns(rows)) * (100 + c.gemm_backward_pct)
         attention = self.prices.attention.ns(pairs) * (100 + c.attention_backward_pct)
         return m.layers * (linear // 100 + attention // 100) // (ranks * m.stages)
 
-    def _totals(self, nodes: Sequence[int]) -> tuple[int, int]:
+    def totals(self, nodes: Sequence[int]) -> tuple[int, int]:
         """(rows, pairs) of some nodes."""
         rows, pairs = self._sums
         if nodes and nodes[-1] - nodes[0] + 1 == len(nodes):  # a tree

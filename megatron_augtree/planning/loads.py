@@ -135,7 +135,7 @@ class PassLoads(Viewers):
         tiles = cut_tiles(lands, self.world, mixed=self.crosses or resumed)
         lane = max((self._holders[n] for n in lane_cut), default=1)
         lane_lands, lane_tiles = min(lands, lane - 1), cut_tiles(lands, lane)
-        held = sum(bool(state[rank]) for state in self.states)
+        held = self._states_held(rank)
         shared = min(len(whole), 2)
         return {
             "rows": rows,
@@ -164,6 +164,10 @@ class PassLoads(Viewers):
             "q_far_in": 0,
             "q_far_out": 0,
         }
+
+    def _states_held(self, rank: int) -> int:
+        """Earlier passes of which a rank holds keys: a buffer each."""
+        return sum(bool(state[rank]) for state in self.states)
 
     def _early(self, rank: int) -> int:
         """Pairs with keys that a rank holds itself; leaves' triangles come last where queries travel."""
@@ -276,7 +280,7 @@ class PassLoads(Viewers):
             basic |= {
                 "pairs": basic["pairs"] + pairs_in - pairs_out,
                 "visiting": pairs_in,
-                "tiles": basic["tiles"] + sum(bool(state[rank]) for state in self.states),
+                "tiles": basic["tiles"] + self._states_held(rank),
                 "merged": basic["merged"] + q_in + q_out,
                 "q_in": q_in,
                 "q_out": q_out,

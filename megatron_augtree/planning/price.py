@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_augtree.planning.cost import Prices
+from megatron_augtree.planning.cost import PassPrice, Prices
 from megatron_augtree.planning.fast import FastJobs
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.loads import PassLoads
@@ -34,10 +34,12 @@ def price(plan: Plan, prices: Prices) -> Priced:
         PassLoads(plan.shape, p, [plan.passes[r].placement for r in p.reads], prices.cluster.node_ranks)
         for p in plan.passes
     ]
-    times = [prices.pass_ns(load) for load in loads]
     provides = plan.provides
-    kept = [prices.pass_bytes(load, provides=p.id in provides) for load, p in zip(loads, plan.passes)]
-    work = [prices.work_bytes(load) for load in loads]
+    made = [PassPrice(prices, load, provides=p.id in provides) for load, p in zip(loads, plan.passes)]
+    pairs = [prices.pair(p) for p in plan.passes]
+    times = [x.time(pair) for x, pair in zip(made, pairs)]
+    kept = [x.kept(pair) for x, pair in zip(made, pairs)]
+    work = [x.work(pair) for x, pair in zip(made, pairs)]
     busy, alive, peak = [0] * plan.world, [0] * plan.world, [0] * plan.world
     for action, pass_id in plan.events:
         p, backward = plan.passes[pass_id], action == "backward"
@@ -46,7 +48,7 @@ def price(plan: Plan, prices: Prices) -> Priced:
             alive[rank] += 0 if backward else kept[pass_id][index]
             peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
             alive[rank] -= kept[pass_id][index] if backward else 0
-    slot = max((prices.slot_ns(load) for load in loads), default=0)
+    slot = max((x.slot(pair) for x, pair in zip(made, pairs)), default=0)
     base = prices.cluster.base_bytes if plan.passes else 0
     time = max(busy, default=0) + (prices.model.stages - 1) * slot
     return Priced(plan, time, base + max(peak, default=0))

@@ -26,7 +26,6 @@ from megatron_augtree.planning.baselines import (
 )
 from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
 from megatron_augtree.planning.demand import Pair
-from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.least import RowBytes, row_bytes
 from megatron_augtree.planning.offers import NEVER
 from megatron_augtree.planning.plan import Event
@@ -67,18 +66,16 @@ class Rivals:
 
     def __init__(self, pool: Pool, limit: int, limited: bool, costs: Costs) -> None:
         self.pool, self.limit, self.limited, self.costs = pool, limit, limited, costs
-        self.rows = self._summed(pool.shape.rows)
+        totals = [pool.jobs.totals(nodes) for nodes in pool.trees]
+        self.rows, self.pairs = ([each[i] for each in totals] for i in range(2))
         # Estimates may be a few per cent off, and waves may project their rows on the vocabulary once where a
         # fused pass does so twice.
         vocabulary = pool.jobs.prices.vocabulary
         self._once: dict[str, list[int]] = {}
         self._bytes: dict[str, list[int]] = {}
-        self._twice = list(map(vocabulary.ns, self._summed(pool.shape.scored)))
+        scored = pool.shape.scored
+        self._twice = [vocabulary.ns(sum(scored[x[0] : x[-1] + 1])) for x in pool.trees]  # neighbours
         self._late: dict[tuple[int, int], bool] = {}
-
-    def _summed(self, values: Sequence[int]) -> list[int]:
-        """[tree] sum over its nodes, which are neighbours."""
-        return [sum(values[nodes[0] : nodes[-1] + 1]) for nodes in self.pool.trees]
 
     def faster_than(self, time_ns: int | None) -> Iterator[Decision]:
         """Peers' plans but those that cannot be faster than `time_ns`; None prices all."""
@@ -252,12 +249,11 @@ class Rivals:
     @cached_property
     def _alone(self) -> list[int]:
         """[tree] what it takes on one rank, with what runs again by the flags, ns."""
-        prices, shape = self.pool.jobs.prices, self.pool.shape
+        prices = self.pool.jobs.prices
         m, found = prices.model, []
-        areas = self._summed(node_costs(shape, range(len(shape.rows)), 0)) if m.recomputed else self.rows
-        for ideal, rows, area in zip(self.pool.ideals, self.rows, areas):
+        for ideal, rows, pairs in zip(self.pool.ideals, self.rows, self.pairs):
             linear = prices.linear.ns(rows) + prices.beside.ns(rows)
-            attention = (m.recomputed - m.attention_kept) * prices.attention.ns(area) if m.recomputed else 0
+            attention = (m.recomputed - m.attention_kept) * prices.attention.ns(pairs) if m.recomputed else 0
             found.append(ideal + (m.recomputed * linear + attention) // m.stages)
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from megatron_augtree.attention.kernels import get_kernel
 from megatron_augtree.attention.kernels.protocol import Kernel
 from megatron_augtree.config import NO_CORE, AugTreeConfig, AugTreeError, InputError, UnsupportedError
 from megatron_augtree.mcore import layer_spec
-from megatron_augtree.mcore.agreement import compare_weights, said_by_all
+from megatron_augtree.mcore.agreement import compare_weights, said_by_all, warn
 from megatron_augtree.mcore.ddp import changing_modules, config_of, inner_module, no_sync, only_chunk
 from megatron_augtree.mcore.recompute import can_recompute
 from megatron_augtree.mcore.sampler import model_shape
@@ -245,15 +244,11 @@ def prepare_model(
     )
     if transport is not None:
         handle._transports = {"pool": transport, "cp": transport}
-    if native.core() is None and _first_rank():
-        logging.getLogger(__name__).warning(NO_CORE)
+    if native.core() is None:
+        warn(__name__, NO_CORE)
     # A plain attribute of the module: no parameter, no state-dict key. The handle is no module.
     inner.augtree_api = handle
     return handle
-
-
-def _first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _check_settings(config: AugTreeConfig) -> None:

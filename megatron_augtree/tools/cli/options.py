@@ -217,8 +217,5 @@ def config_of(args: argparse.Namespace) -> AugTreeConfig:
         recompute="auto" if args.recompute == "auto" else "flags",
         lock_step=args.lock_step,
     )
-    if config.forced() and config.mode != "augtree":
-        raise InputError("a forced plan of a peer", values=f"--force {args.force}, --mode {args.mode}",
-                         rule="only augtree's plans can be forced; a peer has --context-parallel-size",
-                         remedy="leave out one of the two")
+    config.check_forced()
     return config
