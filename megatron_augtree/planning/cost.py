@@ -178,14 +178,6 @@ class Prices:
 
     # Memory.
 
-    def pass_bytes(self, loads: PassLoads, *, provides: bool) -> list[int]:
-        """[rank] bytes that a pass keeps on the device from its forward to its backward; see `PassPrice`."""
-        return PassPrice(self, loads, provides=provides).kept(self.pair(loads.p))
-
-    def work_bytes(self, loads: PassLoads) -> list[int]:
-        """[rank] bytes that a pass needs beside what it keeps; see `PassPrice`."""
-        return PassPrice(self, loads, provides=False).work(self.pair(loads.p))
-
     def received_bytes(self, load: RankLoad) -> int:
         """Keys, values and queries that came to a rank in one layer."""
         m = self.model

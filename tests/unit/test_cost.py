@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_augtree.planning.candidates import Choice, build
 from megatron_augtree.planning.cluster import PRESETS, preset
 from megatron_augtree.planning.compiler import compile_pass
-from megatron_augtree.planning.cost import Prices, Rate
+from megatron_augtree.planning.cost import PassPrice, Prices, Rate
 from megatron_augtree.planning.loads import PassLoads
 from megatron_augtree.planning.model import ModelShape
 from megatron_augtree.planning.placement import count
@@ -247,6 +247,14 @@ def test_traffic_hides_under_tiles_only_where_it_may():
     assert exposed.pass_ns(loads)[0] > overlapped.pass_ns(loads)[0]
 
 
+def kept_bytes(prices: Prices, loads: PassLoads, *, provides: bool) -> list[int]:
+    return PassPrice(prices, loads, provides=provides).kept(prices.pair(loads.p))
+
+
+def work_bytes(prices: Prices, loads: PassLoads) -> list[int]:
+    return PassPrice(prices, loads, provides=False).work(prices.pair(loads.p))
+
+
 def test_memory_by_hand():
     """Kept: activations and received keys of every layer, prompt gradients where passes read, logits."""
     loads = one_pass(64)
@@ -254,11 +262,11 @@ def test_memory_by_hand():
         plain = MODEL.layers * load.rows * MODEL.saved_bytes + load.scored * 64 * 4 * 2
         received = MODEL.layers * load.kv_in * MODEL.kv_bytes
         gradients = MODEL.layers * load.rows * 2 * (8 + 6) * 4
-        assert load.kv_in > 0 and PRICES.pass_bytes(loads, provides=False)[rank] == plain + received
-        assert PRICES.pass_bytes(loads, provides=True)[rank] == plain + received + gradients
+        assert load.kv_in > 0 and kept_bytes(PRICES, loads, provides=False)[rank] == plain + received
+        assert kept_bytes(PRICES, loads, provides=True)[rank] == plain + received + gradients
         lean = one_pass(64, keep=False)
-        assert PRICES.pass_bytes(lean, provides=False)[rank] == plain
-        assert PRICES.work_bytes(loads)[rank] > load.kv_in * 2 * MODEL.kv_bytes
+        assert kept_bytes(PRICES, lean, provides=False)[rank] == plain
+        assert work_bytes(PRICES, loads)[rank] > load.kv_in * 2 * MODEL.kv_bytes
 
 
 def test_recompute_by_hand():
@@ -269,11 +277,12 @@ def test_recompute_by_hand():
     for rank, load in enumerate(loads.ranks):
         received = load.kv_in * MODEL.kv_bytes
         kept = load.rows * (MODEL.saved_bytes + 3 * 32 * 2 + 4 * 7 * 4) + 2 * received
-        assert prices.pass_bytes(loads, provides=False)[rank] == kept + load.scored * 64 * 4 * 2
+        assert kept_bytes(prices, loads, provides=False)[rank] == kept + load.scored * 64 * 4 * 2
         state = 4 * load.rows * 2 * (8 + 6) * 4 + 3 * load.rows * MODEL.kv_bytes
-        more = prices.pass_bytes(loads, provides=True)[rank] - prices.pass_bytes(loads, provides=False)[rank]
-        assert more == state
-        assert prices.work_bytes(loads)[rank] - plain.work_bytes(loads)[rank] == load.rows * MODEL.saved_bytes
+        lone, read = (kept_bytes(prices, loads, provides=provides)[rank] for provides in (False, True))
+        assert read - lone == state
+        again = work_bytes(prices, loads)[rank] - work_bytes(plain, loads)[rank]
+        assert again == load.rows * MODEL.saved_bytes
     forward, backward = prices.pass_ns(loads)
     assert forward == plain.pass_ns(loads)[0]
     every = Prices(replace(model, recomputed=4, attention_kept=0), PRICES.cluster)
