@@ -1,5 +1,6 @@
 // Binds the prices of jobs and of whole plans; planning/fast.py calls them.
 #include "loads.h"
+#include "pipeline.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -105,6 +106,22 @@ py::object listed(const std::optional<std::vector<Job>>& found) {
 enum Field { START, WIDTH, LANE, WIDE, LO, HI, PRIMITIVE, PIECES, NODE_RANKS, KEEP, PREFETCH, WHOLE, ATTENTION,
              OFFLOAD, INNER, LEAVES, READS, FIELDS };
 
+// A priced pass as the pipeline plays it.
+PipelinePass piped_of(
+    const Constants& c, i64 start, i64 world, const Loads& loads, const PassPrice& priced, Pair pair,
+    const std::vector<int>& reads) {
+    PipelinePass made;
+    made.start = start;
+    made.width = static_cast<i64>(loads.ranks.size());
+    made.reads = reads;
+    std::tie(made.time[0], made.time[1]) = priced.time(pair, false);
+    std::tie(made.time[2], made.time[3]) = priced.time(pair);
+    std::vector<i64> rows;
+    for (const RankLoad& x : loads.ranks) rows.push_back(x.rows);
+    made.hops = hops_of(c, start, rows, world);
+    return made;
+}
+
 // (ns, bytes) of a plan's recipes and events: the twin of planner.price.
 std::pair<i64, i64> price(
     Jobs& jobs, const Table& table, const Table& lists, const Table& events, i64 world) {
@@ -130,7 +147,7 @@ std::pair<i64, i64> price(
     }
     std::vector<std::pair<i64, i64>> times(count);
     std::vector<std::vector<i64>> kept(count), work(count);
-    i64 slot = 0;
+    std::vector<PipelinePass> piped;
     for (i64 i = 0; i < count; ++i) {
         const i64* r = table.data() + i * FIELDS;
         std::pmr::monotonic_buffer_resource memory(jobs.scratch.get(), Jobs::kScratch);
@@ -151,7 +168,7 @@ std::pair<i64, i64> price(
         const Pair pair = r[WHOLE] < 0 ? Pair{c.layers - c.recomputed, c.attention_kept} : Pair{r[WHOLE], r[ATTENTION]};
         if (provides[i]) kept_rows[i] = placed;
         times[i] = priced.time(pair);
-        slot = std::max(slot, priced.slot(pair, times[i].first + times[i].second));
+        if (c.stages > 1) piped.push_back(piped_of(c, r[START], world, loads, priced, pair, reads[i]));
         for (const Line& x : priced.lines) {
             kept[i].push_back(priced.kept(x, pair));
             work[i].push_back(priced.work(x, pair));
@@ -169,7 +186,12 @@ std::pair<i64, i64> price(
             if (backward) alive[start + k] -= kept[i][k];
         }
     }
-    return {*std::max_element(busy.begin(), busy.end()) + (c.stages - 1) * slot, peak};
+    if (c.stages == 1) return {*std::max_element(busy.begin(), busy.end()), peak};
+    std::vector<PlanEvent> played;
+    for (i64 e = 0; e < events.size() / 2; ++e) {
+        played.push_back({events.data()[2 * e] != 0, static_cast<int>(events.data()[2 * e + 1])});
+    }
+    return {pipeline_ns(c, piped, played, world), peak};
 }
 
 }  // namespace

@@ -232,7 +232,7 @@ def latency(data: dict) -> Iterator[str]:
     parts = data["sections"].get("compile", {})
     yield ""
     yield "Preparing one pass: " + (", ".join(f"{x} {took['ms']:.0f} ms" for x, took in parts.items()) or "-")
-    yield from missed([line for line in data["missed"] if not line.startswith("decision")])
+    yield from missed(data["missed"])
 
 
 TABLES = {

@@ -47,7 +47,7 @@ class Arrangement:
     Attributes:
         name: how it came about.
         placed: the jobs.
-        time_ns: finish of the last rank; under a pipeline with what filling and draining it adds.
+        time_ns: finish of the last rank; in a pipeline, until it is played, with (stages - 1) longest passes.
         peak_bytes: of the heaviest rank, above what a step needs whatever its rows.
     """
 

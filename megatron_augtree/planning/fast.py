@@ -205,5 +205,7 @@ def _largest(shape: ForestShape, prices: Prices, pairs_per_row: int, world: int)
     host = prices.host.ns(kept) if prices.host is not None else 0
     step = (-(-m.layers // m.stages) + 1) * 4 * layer + 4 * c.pass_ns + host
     step += 4 * prices.vocabulary.ns(rows + c.gemm_half_rows)
-    slots = step * (1 + 16 * (m.stages - 1))
+    sent = rows * m.input_bytes  # from stage to stage
+    hops = prices.link.ns(sent) + prices.nic.ns(sent) + (len(shape.rows) + 2) * 2 * c.message_ns
+    slots = step + (step + hops) * 16 * (m.stages - 1)
     return max(costs, padded * c.query_rows, kept, compute * percent, slots)

@@ -9,6 +9,7 @@ from megatron_augtree.planning.cost import PassPrice, Prices
 from megatron_augtree.planning.fast import FastJobs
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.loads import PassLoads
+from megatron_augtree.planning.pipeline import PricedTiming, play
 from megatron_augtree.planning.plan import Event, Plan
 from megatron_augtree.planning.recipe import Recipe, plan_of
 
@@ -26,8 +27,8 @@ def price(plan: Plan, prices: Prices) -> Priced:
     """Predicted time and memory of a plan.
 
     A rank's time is the sum of its passes (a block waits for its slowest rank in every layer); the plan's is
-    the slowest rank's, and under a pipeline (1F1B) filling and draining it adds (stages - 1) longest passes,
-    without their vocabulary, which only the last stage has.
+    the slowest rank's. Under a pipeline the priced passes are played by 1F1B (`pipeline.py`); only its last
+    stage has the vocabulary.
     Memory follows the events: what passes keep from forward to backward, plus one layer's work.
     """
     loads = [
@@ -37,20 +38,23 @@ def price(plan: Plan, prices: Prices) -> Priced:
     provides = plan.provides
     made = [PassPrice(prices, load, provides=p.id in provides) for load, p in zip(loads, plan.passes)]
     pairs = [prices.pair(p) for p in plan.passes]
-    times = [x.time(pair) for x, pair in zip(made, pairs)]
+    times = [(*x.time(pair, vocabulary=False), *x.time(pair)) for x, pair in zip(made, pairs)]
     kept = [x.kept(pair) for x, pair in zip(made, pairs)]
     work = [x.work(pair) for x, pair in zip(made, pairs)]
     busy, alive, peak = [0] * plan.world, [0] * plan.world, [0] * plan.world
     for action, pass_id in plan.events:
         p, backward = plan.passes[pass_id], action == "backward"
         for index, rank in enumerate(p.block):
-            busy[rank] += times[pass_id][backward]
+            busy[rank] += times[pass_id][2 + backward]
             alive[rank] += 0 if backward else kept[pass_id][index]
             peak[rank] = max(peak[rank], alive[rank] + work[pass_id][index])
             alive[rank] -= kept[pass_id][index] if backward else 0
-    slot = max((x.slot(pair) for x, pair in zip(made, pairs)), default=0)
+    time, stages = max(busy, default=0), prices.model.stages
+    if stages > 1:
+        blocks, rows = [p.block for p in plan.passes], [[x.rows for x in load.ranks] for load in loads]
+        timing = PricedTiming(blocks, times, rows, prices, plan.world)
+        time = play(blocks, [p.reads for p in plan.passes], plan.events, plan.world, stages, timing)[1]
     base = prices.cluster.base_bytes if plan.passes else 0
-    time = max(busy, default=0) + (prices.model.stages - 1) * slot
     return Priced(plan, time, base + max(peak, default=0))
 
 

@@ -196,7 +196,7 @@ class Rivals:
                 costs[tree] = self._job(tree, degree)
         if self._together(mode, degree, costs) >= time_ns:
             return True
-        if len(self.pool.shape.rows) * degree < SLOW_TO_COUNT or self.pool.stages > 1:
+        if len(self.pool.shape.rows) * degree < SLOW_TO_COUNT:
             return False
         whole = [self._whole(tree, degree) for tree in range(len(trees))]
         return self._together(mode, degree, whole) >= time_ns
@@ -210,7 +210,7 @@ class Rivals:
         pool = self.pool
         if not mode.startswith("dcp"):
             return max(max(costs), sum(costs) * degree // pool.world)
-        if self._small or pool.world <= 8 or pool.stages > 1:
+        if self._small or pool.world <= 8:
             return sum(pool.ideals) // pool.world + pool.launch_ns
         batches = zip(self._replicas, self._batches(mode))
         return max(min(sum(costs[t] for t in mine), once * 48 // 50) for mine, once in batches)
@@ -243,7 +243,7 @@ class Rivals:
         floor = self._alone[tree] // width + pool.launch_ns
         if self.rows[tree] < FEW_ROWS * width:
             return floor
-        known = pool.costs.get((tree, width), 0) if pool.stages == 1 else 0
+        known = pool.costs.get((tree, width), 0)
         return max(floor, known * 49 // 50 - self._twice[tree] // width) if known else floor
 
     @cached_property
@@ -311,6 +311,8 @@ class Rivals:
             new = [seat for seat in mine if (seat.item, seat.width) not in self.pool.costs]
             for tree, _, width in new:
                 self._job(tree, width)
+            if not new and self.pool.stages > 1:
+                return False  # fewer passes may take a pipeline longer
             if not new:
                 recipes = recipes_of(mode, self.pool.shape, modes.Seating("", mine))
                 return self._priced(mode, *recipes).time_ns >= time_ns

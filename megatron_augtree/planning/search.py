@@ -11,6 +11,7 @@ from megatron_augtree.planning.candidates import copies_of
 from megatron_augtree.planning.cluster import GIB, Cluster
 from megatron_augtree.planning.cost import Prices, pairs_per_row
 from megatron_augtree.planning.fast import make_jobs
+from megatron_augtree.planning.finalists import played
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.lock_step import in_step, out_of_step
 from megatron_augtree.planning.offers import EVERY_RANK, Options
@@ -20,7 +21,7 @@ from megatron_augtree.planning.price import price_recipes
 from megatron_augtree.planning.recipe import Decision, Recipe
 from megatron_augtree.planning.rivals import Rivals
 from megatron_augtree.planning.rounds import LockStep
-from megatron_augtree.planning.slots import promising, with_shorter_slots
+from megatron_augtree.planning.slots import FINALISTS, promising, with_shorter_slots
 from megatron_augtree.planning.tree import ForestShape
 
 #: What a forced choice asks of a step.
@@ -140,13 +141,14 @@ class Search:
     def _best_arrangement(self) -> Arrangement | None:
         found: list[Arrangement] = []
         pools = list(self._pools())
+        # The first counts a job by its time alone, which is what bounds peers.
+        self._pool = pools[0]
         for pool in pools:
-            self._pool = pool
             found += self._arrangements(pool)
         if self.prices.model.stages > 1 and not self.config.lock_step:
             ways = [pool.jobs for pool in pools]
-            changed = [with_shorter_slots(x, ways, self.world) for x in promising(found)]
-            found += [self._where_it_lies(x) for x in changed if x is not None]
+            found += [x for y in promising(found) if (x := with_shorter_slots(y, ways, self.world))]
+            found = played(promising(found, FINALISTS), self._priced, self._in_waves, ways[0].room)
         for x in found:
             peak = x.peak_bytes + self.prices.cluster.base_bytes
             self._consider(Decision("augtree", [], [], x.name, x.time_ns, peak))
@@ -154,7 +156,9 @@ class Search:
 
     def _arrangements(self, pool: Pool) -> Iterator[Arrangement]:
         if not self.config.lock_step:
-            yield from map(self._where_it_lies, pool.arrangements())
+            # A pipeline's finalists are priced later.
+            where = self._where_it_lies if pool.stages == 1 else lambda x: x
+            yield from map(where, pool.arrangements())
             return
         lock_step = LockStep(pool)
         yield from lock_step.arrangements()
@@ -167,9 +171,20 @@ class Search:
         blocks = [(p.start, p.width) for p in x.placed]
         if all(w & (w - 1) == 0 and start % w == 0 for start, w in [*blocks, (0, nodes)]):
             return x
+        return self._priced(x)
+
+    def _priced(self, x: Arrangement) -> Arrangement:
+        """The arrangement at the price of its plan."""
         recipes, events = x.recipes(self.shape, self.unit)
         time_ns, peak_bytes = price_recipes(self._pool.jobs, recipes, events, self.world)
         return replace(x, time_ns=time_ns, peak_bytes=peak_bytes - self.prices.cluster.base_bytes)
+
+    def _in_waves(self, waves: int) -> Jobs | None:
+        """Prices of jobs in so many waves, fused ones for 0; None where that is forced."""
+        if {"phase", "waves", "chunks", "primitive"} & self.forced.keys():
+            return None
+        shape = {"waves": (waves,), "fused": False, "phased": 2} if waves else {"fused": True, "phased": 0}
+        return self._jobs_of(self.options()._replace(**shape))
 
     def _pools(self) -> Iterator[Pool]:
         """Under a pipeline the longest pass counts too: not at all, fully, or shared by a block's trees."""
@@ -181,8 +196,10 @@ class Search:
             )
 
     def _jobs(self, slot_weight: int = 0, limit: int = 0) -> Jobs:
-        room, options = self.budget - self.prices.cluster.base_bytes, self.options(limit)
-        world = max(limit, self.world)
+        return self._jobs_of(self.options(limit), slot_weight, max(limit, self.world))
+
+    def _jobs_of(self, options: Options, slot_weight: int = 0, world: int = 0) -> Jobs:
+        room, world = self.budget - self.prices.cluster.base_bytes, world or self.world
         return make_jobs(self.shape, self.prices, self.unit, room, options, slot_weight, world=world)
 
     def _decision(self, arrangement: Arrangement) -> Decision:

@@ -1,8 +1,9 @@
 """Shorter slots under a pipeline.
 
-Filling and draining a pipeline adds (stages - 1) times the longest pass, here without its vocabulary,
-whichever job has it. `Jobs` weighs the longest pass of each job alike; so where an arrangement is made, jobs
-with the longest pass are played anew, in more waves, as long as that shortens the whole.
+How long a pipeline takes is played for a few finalists only (`finalists.py`). Until then filling and draining
+it counts as (stages - 1) times the longest pass, without its vocabulary, whichever job has it. `Jobs` weighs
+the longest pass of each job alike; so where an arrangement is made, jobs with the longest pass are played
+anew, in more waves, as long as that shortens the whole.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from megatron_augtree.planning.jobs import Jobs
 
 _SHORTER = ", shorter slots"
 
-#: So many of either kind of arrangements.
+#: So many of either kind of arrangements are worth trying shorter slots, and being finalists.
 PROMISING = 5
+FINALISTS = 12
 
 
-def promising(made: Sequence[Arrangement]) -> list[Arrangement]:
-    """Arrangements of which it is worth trying shorter slots: the shortest, and those that would be the
-    shortest if the pipeline took no time to fill and drain."""
+def promising(made: Sequence[Arrangement], most: int = PROMISING) -> list[Arrangement]:
+    """The shortest arrangements, and those that would be the shortest if the pipeline took no time to fill
+    and drain; so many of either kind."""
     orders = (lambda x: x.time_ns, lambda x: max(_busy(x)))
-    return list(dict.fromkeys(x for order in orders for x in sorted(made, key=order)[:PROMISING]))
+    return list(dict.fromkeys(x for order in orders for x in sorted(made, key=order)[:most]))
 
 
 def _busy(x: Arrangement) -> list[int]:

@@ -98,6 +98,20 @@ def test_every_table_stands_on_the_page(script):
     assert shown == {"runs", *script.TABLES}
 
 
+@pytest.mark.parametrize("name", ("bench_planner", "bench_measured", "planner_quality", "simulate_regret"))
+def test_no_table_says_that_all_bars_are_met_where_its_run_missed_one(script, name):
+    """Nor the other way round."""
+    tables = [table for table, (made_by, *_) in script.TABLES.items() if made_by == name]
+    for line in ("decision, a step: 2 ms, bar 1 ms", None):
+        said = []
+        for table in tables:
+            made_by, part, make, _ = script.TABLES[table]
+            data = script.newest(ROOT / FIGURES, made_by, part).data | {"missed": [line] if line else []}
+            said.append("\n".join(make(data)))
+        assert any((line or "All bars are met.") in text for text in said)
+        assert not any(("All bars are met." if line else "**Missed**") in text for text in said)
+
+
 def test_an_older_file_stands_in_for_a_part(script, tmp_path):
     for day, data in (("01", {"settings": {}}), ("02", {"budgets": {}})):
         (tmp_path / f"2026-01-{day}-bench_memory.json").write_text(json.dumps(data))

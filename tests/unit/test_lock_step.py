@@ -93,7 +93,8 @@ def test_all_ranks_play_the_same_passes_at_the_price_of_the_slowest(batch):
         assert max(widths) <= batch.limit
         assert not arrangement.name.startswith("lock-step") or len(widths) == 1
         assert arrangement.time_ns == lock_step_ns(plan, batch.prices) == in_turns_ns(plan, batch.prices)
-        assert arrangement.time_ns >= price(plan, batch.prices).time_ns
+        if batch.prices.model.stages == 1:
+            assert arrangement.time_ns >= price(plan, batch.prices).time_ns
         peak = arrangement.peak_bytes + batch.prices.cluster.base_bytes
         assert arrangement.peak_bytes <= batch.room and peak == price(plan, batch.prices).peak_bytes
 

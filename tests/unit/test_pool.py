@@ -98,8 +98,9 @@ def like_the_first(arrangement: Arrangement, node_ranks: int) -> bool:
 @settings(max_examples=40, deadline=None, phases=DRAWN)
 @given(batches((1, 2, 4, 8, 16, 24, 6, 3)))
 def test_an_arrangement_is_a_plan_at_its_price(batch):
-    """Time and memory are what `planner.price` counts on the plan; every tree is placed once, a leaf in one
-    job, on blocks within the limit that begin at multiples of their width."""
+    """Time and memory are what `planner.price` counts on the plan (a pipeline's time is played later: here it
+    is no shorter than what a stage does); every tree is placed once, a leaf in one job, on blocks within the
+    limit that begin at multiples of their width."""
     cluster, leaves = batch.prices.cluster, [n for n, c in enumerate(batch.shape.children) if not c]
     for arrangement in batch.pool.arrangements():
         placed = arrangement.placed
@@ -113,7 +114,9 @@ def test_an_arrangement_is_a_plan_at_its_price(batch):
         plan.check()
         if like_the_first(arrangement, cluster.node_ranks):
             priced = price(plan, batch.prices)
-            assert arrangement.time_ns == priced.time_ns, arrangement.name
+            fill = (batch.prices.model.stages - 1) * max(x.job.offer.slot for x in placed)
+            busy = arrangement.time_ns - fill
+            assert priced.time_ns >= busy if fill else priced.time_ns == busy, arrangement.name
             assert arrangement.peak_bytes + cluster.base_bytes == priced.peak_bytes, arrangement.name
 
 
