@@ -230,7 +230,8 @@ private:
         seeds.insert(seeds.end(), more.begin(), more.end());
         if (o_.lean && width_ > 1) {
             for (std::size_t i = 0, fat = seeds.size(); i < fat; ++i) {
-                if (hopeless(seeds[i].phased(jobs_).bare_cost())) continue;
+                // Without keeping what was received the same passes take no less.
+                if (hopeless(seeds[i].phased(jobs_).least_cost())) continue;
                 Choice choice = seeds[i].choice;
                 choice.keep = 0;
                 attempt(choice, seeds[i].times * wanting(seeds[i].offers), seeds);
@@ -239,7 +240,7 @@ private:
         if (!o_.offload || !jobs_.constants.has_host) return;
         more.clear();
         for (const Tried& seed : seeds) {
-            if (hopeless(seed.phased(jobs_).bare_cost())) continue;
+            if (hopeless(seed.phased(jobs_).least_cost())) continue;  // copies only add to it
             Choice choice = seed.choice;
             choice.offload = 1;
             attempt(choice, seed.times * wanting(seed.offers), more);

@@ -8,30 +8,65 @@
 
 namespace augtree {
 
-// Values by key, which stay where they are. A search has a few dozen, so that looking at all keys is fastest.
-// Cleared, values keep their memory for the next ones, and what they held: who gets a new one empties it.
+// Values by key, which stay where they are. A search has a few dozen, so that looking at all of them is fastest:
+// at a sum of each key first. Cleared, values keep their memory for the next ones, and what they held: who gets a
+// new one empties it.
 template <class Value>
 class Known {
 public:
     using Key = std::array<i64, 8>;
 
-    void clear() { keys_.clear(); }
+    void clear() {
+        keys_.clear();
+        sums_.clear();
+    }
 
     // (value, whether it is new: then as it was left)
     std::pair<Value*, bool> of(const Key& key) {
-        for (std::size_t k = 0; k < keys_.size(); ++k) {
-            i64 differs = 0;
-            for (std::size_t i = 0; i < key.size(); ++i) differs |= keys_[k][i] ^ key[i];
-            if (!differs) return {values_[k].get(), false};
+        std::uint64_t sum = 0;
+        for (const i64 part : key) sum = (sum + static_cast<std::uint64_t>(part)) * 0x9E3779B97F4A7C15u;
+        for (std::size_t k = 0; k < sums_.size(); ++k) {
+            if (sums_[k] == sum && keys_[k] == key) return {values_[k].get(), false};
         }
+        sums_.push_back(sum);
         keys_.push_back(key);
         if (values_.size() < keys_.size()) values_.push_back(std::make_unique<Value>());
         return {values_[keys_.size() - 1].get(), true};
     }
 
 private:
+    std::vector<std::uint64_t> sums_;
     std::vector<Key> keys_;
     std::vector<std::unique_ptr<Value>> values_;
+};
+
+// The leaves of a job in order, and dealt to waves: the same on blocks of every width.
+struct Dealing {
+    Nodes leaves;
+    LeafOrder order;
+    Known<std::vector<LeafSet>> waves;  // by their number
+};
+
+// Dealings of the jobs of late: a tree and its parts come up once for each width.
+class Dealings {
+public:
+    Dealing& of(const Forest& f, i64 unit, const Nodes& leaves) {
+        for (std::size_t k = 0; k < count_; ++k) {
+            if (held_[k]->leaves == leaves) return *held_[k];
+        }
+        if (count_ == kMany) count_ = 0;
+        if (held_.size() == count_) held_.push_back(std::make_unique<Dealing>());
+        Dealing& made = *held_[count_++];
+        made.leaves = leaves;
+        made.order.start(f, unit, leaves);
+        made.waves.clear();
+        return made;
+    }
+
+private:
+    static constexpr std::size_t kMany = 64;
+    std::vector<std::unique_ptr<Dealing>> held_;
+    std::size_t count_ = 0;
 };
 
 // The passes of one job's choices by its heaviest ranks, each kind priced once. It is used for one job after
@@ -39,26 +74,25 @@ private:
 class Estimates {
 public:
     explicit Estimates(const Jobs& jobs)
-        : jobs_(jobs), block_(jobs.forest, jobs.constants, jobs.options.unit) {}
+        : jobs_(jobs), block_(jobs.forest, jobs.constants) {}
     Estimates(const Estimates&) = delete;
 
     void start(const Nodes& inner, const Nodes& leaves, i64 width) {
-        leaves_ = &leaves;
+        dealing_ = &dealings_.of(jobs_.forest, jobs_.options.unit, leaves);
         inner_rows_ = rows_of(jobs_.forest, inner);
         inner_count_ = static_cast<i64>(inner.size());
         spans_.clear();
         for (int node : inner) spans_.push_back({node, 0, jobs_.forest.rows[node]});
-        block_.start(leaves, width);
+        block_.start(dealing_->order, width);
         inner_sums_ = block_.inner_sums(spans_);
         rows_.clear();
         groups_.clear();
-        dealt_.clear();
     }
 
     const TypicalRows& fused(i64 lane_degree, i64 wide) {
         fused_.clear();
-        if (leaves_->empty()) return block_.spine(inner_sums_, {}, fused_);
-        return block_.with_leaves(inner_sums_, dealt(1).front(), lane_degree, wide, inner_count_, {}, fused_);
+        if (dealing_->leaves.empty()) return block_.spine(inner_sums_, {}, fused_);
+        return block_.with_leaves(inner_sums_, dealt(1).front(), lane_degree, wide, inner_count_, fused_);
     }
 
     // What a rank does of some rows; until the next ones are asked for.
@@ -85,7 +119,12 @@ public:
         const auto [group, fresh] = groups_.of(
             {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p),
              choice.chunks});
-        if (fresh) fill(*group, wave_rows(choice), p, false);
+        if (fresh) {
+            std::vector<TypicalRows>& rows = wave_rows(choice);
+            const i64 chunks = std::max<i64>(1, std::min(choice.chunks, inner_rows_));
+            for (TypicalRows& wave : rows) wave.resume({inner_rows_, chunks});
+            fill(*group, rows, p, false);
+        }
         return *group;
     }
 
@@ -127,27 +166,26 @@ private:
         return *found;
     }
 
-    const std::vector<TypicalRows>& wave_rows(const Choice& choice) {
-        const auto [found, fresh] =
-            rows_.of({kWaves, choice.waves, choice.lane_degree, choice.wide, choice.chunks});
+    // However many chunks are before them: who prices them says so.
+    std::vector<TypicalRows>& wave_rows(const Choice& choice) {
+        const auto [found, fresh] = rows_.of({kWaves, choice.waves, choice.lane_degree, choice.wide});
         if (!fresh) return *found;
         found->clear();
-        const State prompt{inner_rows_, std::max<i64>(1, std::min(choice.chunks, inner_rows_))};
         for (const LeafSet& wave : dealt(choice.waves)) {
-            block_.with_leaves({}, wave, choice.lane_degree, choice.wide, inner_count_, prompt, *found);
+            block_.with_leaves({}, wave, choice.lane_degree, choice.wide, inner_count_, *found);
         }
         return *found;
     }
 
     // The leaves of each wave; all of them, where there is one.
     const std::vector<LeafSet>& dealt(i64 waves) {
-        const auto [found, fresh] = dealt_.of({waves});
+        const auto [found, fresh] = dealing_->waves.of({waves});
         if (!fresh) return *found;
-        const Nodes& order = block_.by_rows();
+        const Nodes& order = dealing_->order.by_rows;
         wave_of_.assign(order.size(), 0);
         std::size_t count = 1;
         if (waves > 1) {
-            const std::vector<Nodes> parts = jobs_.waves_of(*leaves_, waves);
+            const std::vector<Nodes> parts = jobs_.waves_of(dealing_->leaves, waves);
             count = parts.size();
             number_.resize(jobs_.forest.rows.size());
             for (std::size_t i = 0; i < count; ++i) {
@@ -158,13 +196,14 @@ private:
         found->resize(count);
         for (LeafSet& set : *found) set.clear();
         for (std::size_t leaf = 0; leaf < order.size(); ++leaf) {
-            block_.add((*found)[wave_of_[leaf]], static_cast<int>(leaf));
+            (*found)[wave_of_[leaf]].add(jobs_.forest, order[leaf], static_cast<int>(leaf));
         }
         return *found;
     }
 
     const Jobs& jobs_;
-    const Nodes* leaves_ = nullptr;
+    Dealings dealings_;
+    Dealing* dealing_ = nullptr;
     i64 inner_rows_ = 0, inner_count_ = 0;
     std::vector<Span> spans_, chunk_;
     RankSums inner_sums_;
@@ -173,7 +212,6 @@ private:
     TypicalLoads loads_;
     Known<std::vector<TypicalRows>> rows_;  // by how they lie
     Known<Group> groups_;                   // and by how they move, too
-    Known<std::vector<LeafSet>> dealt_;     // by number of waves
     std::vector<int> wave_of_, number_;     // [leaf by rows], [node] its wave
 };
 

@@ -149,19 +149,21 @@ std::vector<std::vector<i64>> Jobs::table(
 
 // Parts of a tree beside each other, where all of them cost less than `below`. The one that costs most at the least
 // comes first: it is the likeliest to rule the others out.
-std::optional<std::vector<Job>> Jobs::in_parts(std::vector<Nodes> parts, i64 width, i64 below) {
+std::optional<std::vector<Job>> Jobs::in_parts(const std::vector<Nodes>& parts, i64 width, i64 below) {
     std::vector<std::pair<i64, std::size_t>> order;
     for (std::size_t i = 0; i < parts.size(); ++i) order.push_back({-floor(parts[i], width), i});
     std::sort(order.begin(), order.end());
     if (-order[0].first >= below) return std::nullopt;
-    std::vector<Job> jobs(parts.size());
+    std::vector<std::optional<Offer>> offers(parts.size());
     for (std::size_t k = 0; k < order.size(); ++k) {
         const std::size_t i = order[k].second, before = order[k ? k - 1 : 0].second;
-        const bool again = k && order[k].first == order[k - 1].first && alike(parts[i], jobs[before].nodes);
-        const auto offer = again ? std::optional(jobs[before].offer) : estimate(parts[i], width, below);
-        if (!offer || offer->cost >= below) return std::nullopt;
-        jobs[i] = {std::move(parts[i]), static_cast<i64>(i) * width, *offer};
+        const bool again = k && order[k].first == order[k - 1].first && alike(parts[i], parts[before]);
+        offers[i] = again ? offers[before] : estimate(parts[i], width, below);
+        if (!offers[i] || offers[i]->cost >= below) return std::nullopt;
     }
+    std::vector<Job> jobs;
+    jobs.reserve(parts.size());
+    for (std::size_t i = 0; i < parts.size(); ++i) jobs.push_back({parts[i], static_cast<i64>(i) * width, *offers[i]});
     return jobs;
 }
 
@@ -183,13 +185,24 @@ bool Jobs::alike(const Nodes& a, const Nodes& b) const {
     return true;
 }
 
+// Remembered for the nodes of late: they come up once for each width.
+const std::vector<Nodes>& Jobs::parts_of(const Nodes& nodes, i64 copies) {
+    if (nodes != cut_) {
+        cut_ = nodes;
+        parts_.clear();
+    }
+    const auto [at, fresh] = parts_.try_emplace(copies);
+    if (fresh) at->second = copies_of(nodes, copies);
+    return at->second;
+}
+
 std::optional<std::vector<Job>> Jobs::with_copies(const Nodes& nodes, i64 width) {
     std::optional<std::vector<Job>> best;
     if (options.copies < 2 && !(options.limit && options.limit < width)) {
         if (const auto whole = estimate(nodes, width)) best = std::vector<Job>{{nodes, 0, *whole}};
     }
     for (i64 copies : copies(nodes, width)) {
-        auto jobs = in_parts(copies_of(nodes, copies), width / copies, best ? cost_of(*best) : INT64_MAX);
+        auto jobs = in_parts(parts_of(nodes, copies), width / copies, best ? cost_of(*best) : INT64_MAX);
         if (jobs) best = std::move(jobs);
     }
     return best;

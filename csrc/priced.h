@@ -173,9 +173,9 @@ private:
 
     i64 peak(Pair own, Pair wave) const {
         const std::size_t ranks = spine_.prices.front().lines.size();
-        i64 peak = 0, one = 0;
-        std::vector<i64> several(ranks > 1 ? ranks : 0, 0);
-        i64* alive = ranks > 1 ? several.data() : &one;
+        i64 peak = 0, few[2] = {0, 0};
+        std::vector<i64> many(ranks > 2 ? ranks : 0, 0);
+        i64* alive = ranks > 2 ? many.data() : few;
         for (const PassPrice& price : spine_.prices) {
             for (std::size_t i = 0; i < ranks; ++i) {
                 const Line& x = price.lines[i];

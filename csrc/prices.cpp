@@ -109,7 +109,12 @@ std::optional<Pair> Demand::fit(i64 room) const {
     const bool steady = attention > 0 && whole >= 0;
     const i64 quotient = steady ? whole / attention : 0, remainder = steady ? whole % attention : 0;
     bool counted = false;
-    for (i64 n = layers; n >= 0; --n) {
+    i64 first = layers;
+    if (whole > 0 && peak({layers, 0}) > room) {  // more whole layers than these do not fit
+        const i64 left = room - fixed - work_again;
+        first = left < 0 ? -1 : std::min(layers - 1, left / whole);
+    }
+    for (i64 n = first; n >= 0; --n) {
         if (saved >= saved_attention && gain >= n * saved + (layers - n) * saved_attention) break;
         const i64 left = room - peak({n, 0});
         if (left < 0) continue;

@@ -229,10 +229,13 @@ private:
     std::vector<Nodes> copies_of(const Nodes& nodes, i64 copies);
     std::vector<i64> copies(const Nodes& nodes, i64 width);
     std::vector<Nodes> with_chains(std::vector<Nodes> parts) const;
-    std::optional<std::vector<Job>> in_parts(std::vector<Nodes> parts, i64 width, i64 below);
+    const std::vector<Nodes>& parts_of(const Nodes& nodes, i64 copies);
+    std::optional<std::vector<Job>> in_parts(const std::vector<Nodes>& parts, i64 width, i64 below);
     bool alike(const Nodes& a, const Nodes& b) const;
     Offer cheapest(const std::vector<Offer>& offers) const;
     std::vector<char> mark_;
+    Nodes cut_;                                   // what `parts_` are of
+    std::map<i64, std::vector<Nodes>> parts_;     // by number of copies
     std::shared_ptr<Estimates> estimates_;  // of one job at a time
     std::map<std::tuple<int, int, i64>, std::optional<std::vector<Job>>> trees_;
 };

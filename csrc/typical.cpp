@@ -12,7 +12,10 @@ namespace augtree {
 namespace {
 
 i64 ceil_share(i64 value, i64 share, i64 shares) {
-    if (share == 1) return (value + shares - 1) / shares;
+    i64 product;  // dividing 128 bits takes many times as long
+    if (!__builtin_mul_overflow(value, share, &product) && product <= INT64_MAX - shares) {
+        return (product + shares - 1) / shares;
+    }
     return static_cast<i64>((static_cast<i128>(value) * share + shares - 1) / shares);
 }
 
@@ -63,33 +66,36 @@ RankSums TypicalBlock::sums_of(const Span& s, i64 ranks, bool inner, i64 share, 
     return x;
 }
 
-// Leaves by rows, and by cost for dealing.
-void TypicalBlock::start(const Nodes& leaves, i64 width) {
+void LeafOrder::start(const Forest& f, i64 unit, const Nodes& leaves) {
+    by_rows = leaves;
+    std::sort(by_rows.begin(), by_rows.end(),
+              [&](int a, int b) { return f.rows[a] != f.rows[b] ? f.rows[a] > f.rows[b] : a < b; });
+    costs.clear();
+    for (int node : by_rows) costs.push_back(f.area(node, 0, f.rows[node]) + unit * f.rows[node]);
+    cost_rank.clear();
+    if (std::is_sorted(costs.begin(), costs.end(), std::greater<i64>())) return;
+    std::vector<int> by_cost(costs.size());
+    std::iota(by_cost.begin(), by_cost.end(), 0);
+    std::stable_sort(by_cost.begin(), by_cost.end(), [&](int a, int b) { return costs[a] > costs[b]; });
+    cost_rank.resize(costs.size());
+    for (std::size_t i = 0; i < by_cost.size(); ++i) cost_rank[by_cost[i]] = static_cast<int>(i);
+}
+
+void TypicalBlock::start(const LeafOrder& leaves, i64 width) {
     width_ = width;
     mates_ = std::min(width, c_.node_ranks);
     machine_nodes_ = (width + c_.node_ranks - 1) / c_.node_ranks;
-    by_rows_ = leaves;
-    std::sort(by_rows_.begin(), by_rows_.end(),
-              [&](int a, int b) { return f_.rows[a] != f_.rows[b] ? f_.rows[a] > f_.rows[b] : a < b; });
-    costs_.clear();
-    for (int node : by_rows_) costs_.push_back(f_.area(node, 0, f_.rows[node]) + unit_ * f_.rows[node]);
-    cost_rank_.clear();
+    leaves_ = &leaves;
     cut_.clear();
     dealt_.clear();
-    if (std::is_sorted(costs_.begin(), costs_.end(), std::greater<i64>())) return;
-    std::vector<int> by_cost(costs_.size());
-    std::iota(by_cost.begin(), by_cost.end(), 0);
-    std::stable_sort(by_cost.begin(), by_cost.end(), [&](int a, int b) { return costs_[a] > costs_[b]; });
-    cost_rank_.resize(costs_.size());
-    for (std::size_t i = 0; i < by_cost.size(); ++i) cost_rank_[by_cost[i]] = static_cast<int>(i);
 }
 
 // What each leaf gives to a rank where it is cut over the block, or dealt to one lane.
 const std::vector<RankSums>& TypicalBlock::even_parts(i64 ranks) {
     std::vector<RankSums>& parts = ranks == width_ ? cut_ : dealt_;  // lanes of a block have one size
     if (parts.empty()) {
-        parts.reserve(by_rows_.size());
-        for (int node : by_rows_) parts.push_back(sums_of({node, 0, f_.rows[node]}, ranks, false, 1, ranks));
+        parts.reserve(leaves_->by_rows.size());
+        for (int node : leaves_->by_rows) parts.push_back(sums_of({node, 0, f_.rows[node]}, ranks, false, 1, ranks));
     }
     return parts;
 }
@@ -106,19 +112,16 @@ TypicalRows::TypicalRows(const TypicalBlock& block)
 TypicalRows& TypicalBlock::spine(
     const RankSums& inner, const State& state, std::vector<TypicalRows>& into) const {
     TypicalRows& found = into.emplace_back(*this);
-    found.state_rows_ = state.rows;
-    found.states_ = state.passes;
+    found.resume(state);
     found.add_rank(inner);
     return found;
 }
 
 TypicalRows& TypicalBlock::with_leaves(
-    const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide, i64 nodes, const State& state,
+    const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide, i64 nodes,
     std::vector<TypicalRows>& into) {
     TypicalRows& found = into.emplace_back(*this);
     found.lane_degree_ = lane_degree;
-    found.state_rows_ = state.rows;
-    found.states_ = state.passes;
     found.whole_ = nodes;
     found.leaf_rows_ = part.rows;
     found.leaf_reach_ = part.reach;
@@ -131,14 +134,14 @@ TypicalRows& TypicalBlock::with_leaves(
     const std::size_t cut = std::min(static_cast<std::size_t>(wide), part.members.size());
     const i64 lanes = width_ / lane_degree;
     i64 amount = 0;
-    for (std::size_t k = 0; k < cut; ++k) amount += costs_[part.members[k]];
+    for (std::size_t k = 0; k < cut; ++k) amount += leaves_->costs[part.members[k]];
     deal(part, cut, lanes);
     const Shares shares = amount ? level_lanes(lanes, amount) : Shares{0, 0};
     const std::vector<RankSums>& whole = even_parts(lane_degree);
     const auto add_lane = [&](int lane, i64 share) {
         RankSums& sums = found.add_rank(inner);
         for (std::size_t k = 0; k < cut && share; ++k) {
-            const int node = by_rows_[part.members[k]];
+            const int node = leaves_->by_rows[part.members[k]];
             sums.add(sums_of({node, 0, f_.rows[node]}, width_, false, share, amount * lane_degree));
         }
         for (std::size_t k = 0; k < dealing_.size(); ++k) {
@@ -154,27 +157,27 @@ TypicalRows& TypicalBlock::with_leaves(
 // Leaves but the first ones go to lanes, the costliest first, each to the lane with the least.
 void TypicalBlock::deal(const LeafSet& part, std::size_t cut, i64 lanes) {
     dealing_.assign(part.members.begin() + static_cast<std::ptrdiff_t>(cut), part.members.end());
-    if (!cost_rank_.empty()) {
-        std::sort(dealing_.begin(), dealing_.end(),
-                  [&](int a, int b) { return cost_rank_[a] < cost_rank_[b]; });
+    const std::vector<i64>& costs = leaves_->costs;
+    if (const std::vector<int>& rank = leaves_->cost_rank; !rank.empty()) {
+        std::sort(dealing_.begin(), dealing_.end(), [&](int a, int b) { return rank[a] < rank[b]; });
     }
     const std::size_t count = dealing_.size();
     where_.resize(count);
     loads_.clear();
     fullest_ = emptiest_ = 0;
     if (!count) return;
-    const i64 last = costs_[dealing_.back()];
+    const i64 last = costs[dealing_.back()];
     if (static_cast<i64>(count) <= lanes && last > 0) {  // one each
         std::iota(where_.begin(), where_.end(), 0);
-        for (std::size_t k = count; k-- > 0;) loads_.push_back(costs_[dealing_[k]]);
+        for (std::size_t k = count; k-- > 0;) loads_.push_back(costs[dealing_[k]]);
         emptiest_ = static_cast<int>(count);
         if (emptiest_ < lanes) return;
         // None is empty: the first of those with the least.
-        while (emptiest_ > 0 && costs_[dealing_[emptiest_ - 1]] == last) --emptiest_;
+        while (emptiest_ > 0 && costs[dealing_[emptiest_ - 1]] == last) --emptiest_;
         return;
     }
     lanes_.start(static_cast<std::size_t>(lanes));
-    for (std::size_t k = 0; k < count; ++k) where_[k] = lanes_.add(costs_[dealing_[k]]);
+    for (std::size_t k = 0; k < count; ++k) where_[k] = lanes_.add(costs[dealing_[k]]);
     loads_ = lanes_.loads();
     fullest_ = static_cast<int>(std::max_element(loads_.begin(), loads_.end()) - loads_.begin());
     emptiest_ = static_cast<int>(std::min_element(loads_.begin(), loads_.end()) - loads_.begin());

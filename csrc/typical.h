@@ -25,6 +25,14 @@ struct TypicalLoads {
 
 class TypicalBlock;
 
+// Leaves by rows, the longest first, and their places by cost.
+struct LeafOrder {
+    Nodes by_rows;
+    std::vector<i64> costs;      // [leaf by rows]
+    std::vector<int> cost_rank;  // [leaf by rows] its place by cost; empty: the same order
+    void start(const Forest& f, i64 unit, const Nodes& leaves);
+};
+
 // Some leaves of a block: a wave, or all of them.
 struct LeafSet {
     std::vector<int> members;        // numbers of leaves by rows, the longest first
@@ -32,6 +40,11 @@ struct LeafSet {
     void clear() {
         members.clear();
         rows = reach = 0;
+    }
+    void add(const Forest& f, int node, int leaf) {
+        members.push_back(leaf);
+        rows += f.rows[node];
+        reach += f.rows[node] * f.starts[node];
     }
 };
 
@@ -53,6 +66,11 @@ public:
     // Into what was made for other rows, or for none: clearing it all each time would take long.
     void loads(const PassSpec& p, const Landing& landing, TypicalLoads& into) const;
     Landing landing(const PassSpec& p) const;
+    // What is kept before it.
+    void resume(const State& state) {
+        state_rows_ = state.rows;
+        states_ = state.passes;
+    }
 
 private:
     friend class TypicalBlock;
@@ -72,23 +90,15 @@ private:
 // Lays of some leaves on a block. It is used for one block after the other, and keeps its memory.
 class TypicalBlock {
 public:
-    TypicalBlock(const Forest& f, const Constants& c, i64 unit) : f_(f), c_(c), unit_(unit) {}
-    void start(const Nodes& leaves, i64 width);
+    TypicalBlock(const Forest& f, const Constants& c) : f_(f), c_(c) {}
+    void start(const LeafOrder& leaves, i64 width);
     // What some inner nodes, or some of their rows, give to each rank.
     RankSums inner_sums(const std::vector<Span>& inner) const;
     // Inner nodes alone.
     TypicalRows& spine(const RankSums& inner, const State& state, std::vector<TypicalRows>& into) const;
     // Inner nodes and leaves; `nodes` are above these.
     TypicalRows& with_leaves(const RankSums& inner, const LeafSet& part, i64 lane_degree, i64 wide,
-                             i64 nodes, const State& state, std::vector<TypicalRows>& into);
-    // Leaves by rows, the longest first.
-    const Nodes& by_rows() const { return by_rows_; }
-    void add(LeafSet& part, int leaf) const {
-        const int node = by_rows_[leaf];
-        part.members.push_back(leaf);
-        part.rows += f_.rows[node];
-        part.reach += f_.rows[node] * f_.starts[node];
-    }
+                             i64 nodes, std::vector<TypicalRows>& into);
 
 private:
     friend class TypicalRows;
@@ -102,11 +112,8 @@ private:
 
     const Forest& f_;
     const Constants& c_;
-    const i64 unit_;
     i64 width_ = 1, mates_ = 1, machine_nodes_ = 1;
-    Nodes by_rows_;
-    std::vector<i64> costs_;               // [leaf by rows]
-    std::vector<int> cost_rank_;           // [leaf by rows] its place by cost; empty: the same order
+    const LeafOrder* leaves_ = nullptr;
     std::vector<RankSums> cut_, dealt_;    // [leaf by rows] its part where it is cut over the block, over a lane
     // Of the lay that is being made: what is dealt, the costliest first, its lanes, and what they have.
     std::vector<int> dealing_, where_;
