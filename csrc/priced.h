@@ -19,6 +19,7 @@ struct Group {
 
     void clear() {
         prices.clear();
+        copied_.reset();
         demand = {};
         time = longest = bare = 0;
         hidden = true;
@@ -36,6 +37,19 @@ struct Group {
             hidden = hidden && !shown;
         }
     }
+
+    // What copies to the host leave worth keeping of passes that rest there.
+    Pair best_copied(i64 layers) const {
+        if (!copied_) {
+            Copied copied{layers};
+            for (const PassPrice& price : prices) copied.add(price.copied());
+            copied_ = copied.best();
+        }
+        return *copied_;
+    }
+
+private:
+    mutable std::optional<Pair> copied_;
 };
 
 enum Part { kFused, kSpine, kWaves };
@@ -148,12 +162,8 @@ private:
     Pair spine_pair(const Demand& kept) const {
         const i64 room = jobs_.options.room;
         if (spine_.prices.front().offloads()) {
-            if (!copied_) {
-                Copied copied{kept.layers};
-                for (const PassPrice& price : spine_.prices) copied.add(price.copied());
-                copied_ = copied.best();
-            }
-            if (kept.peak(*copied_) <= room) return *copied_;
+            const Pair copied = spine_.best_copied(kept.layers);
+            if (kept.peak(copied) <= room) return copied;
         }
         return kept.fit(room).value_or(kNothing);
     }
@@ -197,7 +207,6 @@ private:
     const Choice& choice_;
     const Group& spine_;
     const Group& waves_;
-    mutable std::optional<Pair> copied_;  // what copies to the host leave worth keeping
 };
 
 }  // namespace augtree

@@ -53,6 +53,10 @@ Work work_of(const Constants& c, const RankLoad& x) {
 // What a rank's traffic takes: the slower way of what stays on its node, then of what crosses to others.
 i64 wire_ns(const Constants& c, const RankLoad& x, bool backward, bool keep) {
     if (!(x.kv_in | x.kv_out | x.q_in | x.q_out)) return x.messages * c.message_ns;
+    if (!(x.q_in | x.q_out) && x.kv_in == x.kv_out && x.kv_far_in == x.kv_far_out) {  // as much either way
+        const i64 row = backward ? c.kv_grad + (keep ? 0 : c.kv) : c.kv;
+        return c.link.ns((x.kv_in - x.kv_far_in) * row) + c.nic.ns(x.kv_far_in * row) + x.messages * c.message_ns;
+    }
     i64 near = 0, far = 0;
     const bool crosses = x.kv_far_in | x.kv_far_out | x.q_far_in | x.q_far_out;
     for (bool out : {true, false}) {
@@ -149,15 +153,23 @@ Pair Copied::best() const {
     i64 least = INT64_MAX;
     for (i64 n = layers; n >= 0; --n) {
         const i64 rest = layers - n, copies = fixed + n * whole, back = backward - n * saved;
-        const i64 ahead = (forward - copies) / std::max<i64>(attention, 1);
-        const i64 behind = (back - copies) / std::max<i64>(attention + saved_attention, 1);
-        for (i64 found : {i64{0}, rest, ahead, behind}) {
-            const i64 kept = std::min(std::max<i64>(found, 0), rest), moved = copies + kept * attention;
+        // Fewer copies than these, and more that is saved, there are not.
+        if (std::max(forward, copies) + std::max(back - rest * saved_attention, copies) >= least) continue;
+        const auto look = [&](i64 kept) {
+            const i64 moved = copies + kept * attention;
             const i64 time = std::max(forward, moved) + std::max(back - kept * saved_attention, moved);
             if (time < least) {
                 best = Pair{n, kept};
                 least = time;
             }
+        };
+        look(0);
+        look(rest);
+        // Where the copies outgrow the forward, or the backward; a place beyond either end is that end.
+        for (const auto& [hidden, each] :
+             {std::pair(forward - copies, attention), std::pair(back - copies, attention + saved_attention)}) {
+            const i64 step = std::max<i64>(each, 1);
+            if (0 < hidden && hidden < rest * step) look(hidden / step);
         }
     }
     return best;

@@ -99,7 +99,7 @@ class Jobs:
     def _sums(self) -> tuple[list[int], list[int]]:
         """[node, and one more] rows and pairs of all nodes before it."""
         shape = self.shape
-        areas = map(shape.area, range(len(shape.rows)))
+        areas = ((2 * start + rows + 1) * rows // 2 for start, rows in zip(shape.starts, shape.rows))
         return [0, *accumulate(shape.rows)], [0, *accumulate(areas)]
 
     def floor(self, nodes: Sequence[int], ranks: int) -> int:

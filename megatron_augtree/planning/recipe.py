@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_augtree.planning.lanes import place
 from megatron_augtree.planning.placement import Placement, Span, collect, zigzag
@@ -15,8 +16,7 @@ from megatron_augtree.planning.plan import Event, Pass, Plan
 from megatron_augtree.planning.tree import ForestShape
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """One pass. Its block is `width` neighbours from rank `start` on.
 
     Attributes:

@@ -314,5 +314,19 @@ class Rivals:
             if not new and self.pool.stages > 1:
                 return False  # fewer passes may take a pipeline longer
             if not new:
-                recipes = recipes_of(mode, self.pool.shape, modes.Seating("", mine))
-                return self._priced(mode, *recipes).time_ns >= time_ns
+                return self._ends_late(mode, mine, time_ns)
+
+    def _ends_late(self, mode: str, mine: Sequence[Seat], time_ns: int) -> bool:
+        """Whether a rank that plays these seats does not end before. They are priced a few at a time: it
+        takes as long as all of them, and none that is left less than its even share."""
+        pool = self.pool
+        few = 4 if pool.stages == 1 else len(mine)  # a pipeline drains once for all of them
+        shares = [self._alone[tree] // width + pool.launch_ns for tree, _, width in mine]
+        left, done = sum(shares), 0
+        for first in range(0, len(mine), few):
+            part = mine[first : first + few]
+            left -= sum(shares[first : first + few])
+            done += self._priced(mode, *recipes_of(mode, pool.shape, modes.Seating("", part))).time_ns
+            if done + left >= time_ns:
+                return True
+        return False

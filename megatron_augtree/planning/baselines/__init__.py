@@ -135,7 +135,7 @@ def degrees_of(mode: str, world: int) -> list[int]:
 def lean(made: Recipes) -> Recipes:
     """The same passes without keeping what they receive: less memory, more traffic in the backward."""
     recipes, events, note = made
-    return [replace(r, keep=False) for r in recipes], events, f"{note}, re-fetching"
+    return [r._replace(keep=False) for r in recipes], events, f"{note}, re-fetching"
 
 
 def baseline_plan(
