@@ -5,9 +5,10 @@
 
 namespace joint {
 
+// Nodes are numbered from 1 on, the halves of one are twice its number and the next.
 static bool inside(Int inner, Int outer) {
-    while (inner > outer) inner /= 2;
-    return inner == outer;
+    const int deeper = __builtin_clzll(outer) - __builtin_clzll(inner);
+    return deeper >= 0 && inner >> deeper == outer;
 }
 
 static bool shorter(const Schedule& a, const Schedule& b) { return a.makespan < b.makespan; }
@@ -133,10 +134,11 @@ class Descent {
             const Int low = wide <= width ? from * (width / wide) : from / (wide / width);
             const Int high = wide <= width ? low + width / wide : low + 1;
             for (Int at = first; at < end; ++at) {
+                const bool related = low <= at && at < high;
+                if (!related && peak[at] + takes >= best.after) continue;  // most blocks
                 if (at == from) continue;
                 Int load = peak[at];
-                if (low <= at && at < high)
-                    load = wide < width ? load - time(job) : std::max(left, beside(from, at));
+                if (related) load = wide < width ? load - time(job) : std::max(left, beside(from, at));
                 const Int after = std::max(load + takes, left);
                 if (after < best.after) best = {after, job, to, at, -1};
             }
