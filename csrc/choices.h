@@ -313,7 +313,7 @@ private:
         into.push_back({choice, &spine, &waves, offers, times});
     }
 
-    void add_waves(i64 chunks, std::vector<Choice>& found) const {
+    void add_waves(i64 chunks, std::vector<Choice>& found) {
         std::vector<i64> counts;
         for (i64 waves : o_.waves) {
             const i64 count = std::min(waves, static_cast<i64>(leaves_.size()));
@@ -321,7 +321,12 @@ private:
         }
         const std::vector<std::pair<i64, i64>> lay = lanes({});
         for (i64 waves : counts) {
+            std::vector<std::pair<i64, i64>> seen;
             for (const auto& [lane, wide] : lay) {
+                // Lays that differ in leaves which no wave has cost the same: only the first may be the cheapest.
+                const std::pair<i64, i64> same{lane, estimates_.wide_of(waves, wide)};
+                if (aim_ == kCheapest && std::find(seen.begin(), seen.end(), same) != seen.end()) continue;
+                seen.push_back(same);
                 Choice choice;
                 choice.degree = width_;
                 choice.phased = 1;

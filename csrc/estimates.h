@@ -116,16 +116,24 @@ public:
 
     const Group& waves(const Choice& choice) {
         const PassSpec p = spec_of(choice, kWaves);
+        const i64 wide = wide_of(choice.waves, choice.wide);
         const auto [group, fresh] = groups_.of(
-            {kWaves, choice.waves, choice.lane_degree, choice.wide, p.primitive, p.pieces, moves(p),
-             choice.chunks});
+            {kWaves, choice.waves, choice.lane_degree, wide, p.primitive, p.pieces, moves(p), choice.chunks});
         if (fresh) {
-            std::vector<TypicalRows>& rows = wave_rows(choice);
+            std::vector<TypicalRows>& rows = wave_rows(choice.waves, choice.lane_degree, wide);
             const i64 chunks = std::max<i64>(1, std::min(choice.chunks, inner_rows_));
             for (TypicalRows& wave : rows) wave.resume({inner_rows_, chunks});
             fill(*group, rows, p, false);
         }
         return *group;
+    }
+
+    // How many leaves of a wave are cut over the block at the most: of no wave more than it has.
+    i64 wide_of(i64 waves, i64 wide) {
+        if (!wide) return 0;
+        std::size_t most = 0;
+        for (const LeafSet& wave : dealt(waves)) most = std::max(most, wave.members.size());
+        return std::min(wide, static_cast<i64>(most));
     }
 
 private:
@@ -167,12 +175,12 @@ private:
     }
 
     // However many chunks are before them: who prices them says so.
-    std::vector<TypicalRows>& wave_rows(const Choice& choice) {
-        const auto [found, fresh] = rows_.of({kWaves, choice.waves, choice.lane_degree, choice.wide});
+    std::vector<TypicalRows>& wave_rows(i64 waves, i64 lane_degree, i64 wide) {
+        const auto [found, fresh] = rows_.of({kWaves, waves, lane_degree, wide});
         if (!fresh) return *found;
         found->clear();
-        for (const LeafSet& wave : dealt(choice.waves)) {
-            block_.with_leaves({}, wave, choice.lane_degree, choice.wide, inner_count_, *found);
+        for (const LeafSet& wave : dealt(waves)) {
+            block_.with_leaves({}, wave, lane_degree, wide, inner_count_, *found);
         }
         return *found;
     }

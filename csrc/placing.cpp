@@ -89,11 +89,9 @@ private:
             return;
         }
         const int item = order_[depth];
-        std::vector<i64> tried;
-        for (std::size_t bin = 0; bin < current_.size(); ++bin) {
-            const bool known = std::find(tried.begin(), tried.end(), current_[bin]) != tried.end();
-            if (known || current_[bin] + weights_[item] >= limit_) continue;
-            tried.push_back(current_[bin]);
+        for (auto bin_ = current_.begin(); bin_ != current_.end(); ++bin_) {
+            if (*bin_ + weights_[item] >= limit_ || std::find(current_.begin(), bin_, *bin_) != bin_) continue;
+            const std::size_t bin = bin_ - current_.begin();
             where_[item] = static_cast<int>(bin);
             current_[bin] += weights_[item];
             descend(depth + 1);
