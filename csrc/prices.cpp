@@ -104,6 +104,24 @@ Demand Demand::beside(i64 bytes) const {
     return d;
 }
 
+// `fit` in closed form, where a whole layer less always gains as much, or never does; `left`: bytes beside what is
+// fixed, enough for `most` whole layers, not for all.
+std::optional<Pair> Demand::fit_evenly(i64 most, i64 left) const {
+    if (saved_attention < 0 || saved < saved_attention) return std::nullopt;
+    const i64 quotient = whole / attention, spare = left - layers * attention;
+    const auto pair = [&](i64 n) { return Pair{n, std::min(layers - n, (left - n * whole) / attention)}; };
+    const auto gained = [&](Pair p) { return p.whole * saved + p.attention * saved_attention; };
+    // It leaves room for attention of `quotient` others, or of one more: no gain;
+    if (saved_attention * (quotient + 1) <= saved) return pair(most);
+    // or a gain, until attention of all others fits.
+    if (saved_attention * quotient <= saved) return std::nullopt;
+    if (spare < 0) return pair(0);
+    const i64 all = spare / (whole - attention);
+    if (all >= most) return pair(most);
+    const Pair more = pair(all + 1), fewer = pair(all);
+    return gained(fewer) > gained(more) ? fewer : more;
+}
+
 // Every number of whole layers in turn, from all on. The layers with attention that still fit change by the same
 // quotient each time, and a carry. It ends where even attention of all other layers would gain no more.
 std::optional<Pair> Demand::fit(i64 room) const {
@@ -116,7 +134,9 @@ std::optional<Pair> Demand::fit(i64 room) const {
     i64 first = layers;
     if (whole > 0 && peak({layers, 0}) > room) {  // more whole layers than these do not fit
         const i64 left = room - fixed - work_again;
-        first = left < 0 ? -1 : std::min(layers - 1, left / whole);
+        if (left < 0) return std::nullopt;
+        first = std::min(layers - 1, left / whole);
+        if (const auto found = steady ? fit_evenly(first, left) : std::nullopt) return found;
     }
     for (i64 n = first; n >= 0; --n) {
         if (saved >= saved_attention && gain >= n * saved + (layers - n) * saved_attention) break;

@@ -96,6 +96,7 @@ struct Demand {
     Demand in_turn(const Demand& o) const;
     Demand beside(i64 bytes) const;
     std::optional<Pair> fit(i64 room) const;
+    std::optional<Pair> fit_evenly(i64 most, i64 left) const;
 };
 
 // What passes compute whose memory is copied to the host and back, and these copies.
