@@ -24,7 +24,7 @@ from megatron_augtree.planning.baselines import (
     recipes_of,
     seatings,
 )
-from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, widths
+from megatron_augtree.planning.baselines.hybrid import Seat, degrees_by_rows, widths
 from megatron_augtree.planning.demand import Pair
 from megatron_augtree.planning.least import RowBytes, row_bytes
 from megatron_augtree.planning.offers import NEVER
@@ -121,7 +121,7 @@ class Rivals:
         """Whether every tree may fit under a peer on blocks of a degree: peers keep what the flags say, and
         what they keep and work with, spread evenly, is the least of the heaviest rank. No peer that does not
         fit is ever chosen, so it is ruled out before anything of it is made."""
-        return degree >= self._fits_any or self._all_fit(mode, [degree] * len(self.rows))
+        return degree >= self._fits_any or max(self._bytes_under(mode)) <= self.pool.jobs.room * degree
 
     @cached_property
     def _fits_any(self) -> int:
@@ -130,11 +130,11 @@ class Rivals:
         needs = ((of.spine + of.tail) * row.alone + of.spine * row.state for of in self._sizes)
         return max(-(-need // room) for need in needs)
 
-    def _all_fit(self, mode: str, widths: Sequence[int]) -> bool:
-        room = self.pool.jobs.room
+    def _bytes_under(self, mode: str) -> list[int]:
+        """[tree] bytes that it takes under a peer on all ranks of its block at the least."""
         if mode not in self._bytes:
             self._bytes[mode] = [self._bytes_of(mode, rows) for rows in self._sizes]
-        return all(least <= room * width for least, width in zip(self._bytes[mode], widths))
+        return self._bytes[mode]
 
     @cached_property
     def _sizes(self) -> list[_Sizes]:
@@ -289,16 +289,17 @@ class Rivals:
             return True
         world, longest = self.pool.world, max(self.rows)
         limit = -(-longest // degree)
-        if self._floor(self.rows.index(longest), degree_of(longest, limit, world)) >= time_ns:
+        asked, widest = degrees_by_rows(self.rows, limit, world), self.rows.index(longest)
+        if self._floor(widest, asked[widest]) >= time_ns:
             return False
-        asked = [degree_of(rows, limit, world) for rows in self.rows]
         costs = [self._floor(tree, width) for tree, width in enumerate(asked)]
         return max(costs) < time_ns and sum(map(mul, costs, asked)) // world < time_ns
 
     def _is_out(self, mode: str, seats: Sequence[Seat], time_ns: int) -> bool:
         """Whether a seating does not fit, or its last rank does not end before: trees on the rank that seems
         to be the last are estimated until it surely is, or all of them are known; then it alone is priced."""
-        if not self._all_fit(mode, [width for _, _, width in sorted(seats)]):
+        least, room = self._bytes_under(mode), self.pool.jobs.room
+        if any(least[tree] > room * width for tree, _, width in seats):
             return True
         while True:
             busy = busy_ranks(

@@ -29,8 +29,13 @@ class Seat(NamedTuple):
 
 def degree_of(rows: int, rows_per_rank: int, world: int) -> int:
     """The smallest power of two of ranks that hold `rows` within the limit; at most the pool."""
-    least = -(-rows // rows_per_rank)
-    return min(1 << max(0, least - 1).bit_length(), world)
+    return degrees_by_rows([rows], rows_per_rank, world)[0]
+
+
+def degrees_by_rows(lengths: Sequence[int], rows_per_rank: int, world: int) -> list[int]:
+    """`degree_of` each."""
+    more = ((rows - 1) // rows_per_rank if rows else 0 for rows in lengths)  # ranks beside the first
+    return [min(1 << ranks.bit_length(), world) for ranks in more]
 
 
 def widths(world: int) -> list[int]:
@@ -52,11 +57,14 @@ def greedy(degrees: Sequence[int], loads: Sequence[int], world: int) -> list[Sea
     Returns:
         Seats in the order they are played.
     """
-    busy, seats, order = [0] * world, [], heaviest_first(loads)
-    for width in sorted(set(degrees), reverse=True):
+    busy, seats = [0] * world, []
+    wanted: dict[int, list[int]] = {}
+    for item in heaviest_first(loads):
+        wanted.setdefault(degrees[item], []).append(item)
+    for width in sorted(wanted, reverse=True):
         heap = [(busy[start], start) for start in range(0, world - width + 1, width)]
         heapify(heap)
-        for item in (i for i in order if degrees[i] == width):
+        for item in wanted[width]:
             load, start = heap[0]
             seats.append(Seat(item, start, width))
             heapreplace(heap, (load - (-loads[item] // width), start))
@@ -98,7 +106,7 @@ class _Work:
 
     def __init__(self, lengths: Sequence[int], rows_per_rank: int, world: int) -> None:
         self.world, unit = world, world << world.bit_length()
-        self.degrees = [degree_of(rows, rows_per_rank, world) for rows in lengths]
+        self.degrees = degrees_by_rows(lengths, rows_per_rank, world)
         self.own = [rows**2 * (unit // degree) for rows, degree in zip(lengths, self.degrees)]
 
 

@@ -18,7 +18,7 @@ from megatron_augtree.planning.baselines.common import (
     Recipes,
     Step,
 )
-from megatron_augtree.planning.baselines.hybrid import Seat, degree_of, greedy, rounds, widths
+from megatron_augtree.planning.baselines.hybrid import Seat, degrees_by_rows, greedy, rounds, widths
 from megatron_augtree.planning.candidates import split_inner
 from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.plan import counted
@@ -78,15 +78,16 @@ def by_rows(step: Step) -> Iterator[Seating]:
         limit = -(-max(lengths, default=1) // degree)
         made = rounds(lengths, limit, step.world)
         seats = [seat for round_ in made for seat in round_]
-        asked = [degree_of(rows, limit, step.world) for rows in lengths]
+        asked = degrees_by_rows(lengths, limit, step.world)
         widened = [width for _, _, width in sorted(seats)]
         for name, dealt in {
             counted(len(made), "round"): seats,
             "greedy": greedy(asked, works, step.world),
             "widened, greedy": greedy(widened, works, step.world),
         }.items():
-            if sorted(dealt) not in seen:
-                seen.append(sorted(dealt))
+            known = sorted(dealt)
+            if known not in seen:
+                seen.append(known)
                 yield Seating(f"degree {degree} for the longest, {limit} rows a rank, {name}", dealt)
 
 
