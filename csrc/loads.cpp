@@ -15,7 +15,7 @@ PassRows::PassRows(const Forest& f, const Constants& c, const Placement& placeme
     for (i64 rank = 0; rank < world_;) {
         const i64 end = std::min<i64>(world_, rank + c.node_ranks - (start + rank) % c.node_ranks);
         node_of_.resize(end, static_cast<int>(machines_.size()));
-        machines_.push_back({static_cast<int>(rank), static_cast<int>(end)});
+        machines_.emplace_back(static_cast<int>(rank), static_cast<int>(end));
         rank = end;
     }
     machine_nodes_ = static_cast<int>(machines_.size());
@@ -28,7 +28,8 @@ PassRows::PassRows(const Forest& f, const Constants& c, const Placement& placeme
 // How many of a machine node's ranks are in a mask.
 i64 PassRows::of_machine(const std::uint64_t* mask, const Machine& m) const {
     i64 found = 0;
-    for (int w = m.first >> 6; w <= (m.end - 1) >> 6; ++w) found += bits(mask[w] & m.in_word(w));
+    if (m.word == m.last) return bits(mask[m.word] & m.ranks);
+    for (int w = m.word; w <= m.last; ++w) found += bits(mask[w] & m.in_word(w));
     return found;
 }
 

@@ -31,7 +31,11 @@ private:
     using Mask = Vec<std::uint64_t>;
     struct Keys;
     struct Machine {  // a machine node: neighbours
+        Machine(int from, int to)
+            : first(from), end(to), word(from >> 6), last((to - 1) >> 6), ranks(in_word(word)) {}
         int first, end;
+        int word, last;       // of a mask: where its ranks' bits are
+        std::uint64_t ranks;  // their bits of the first of these words
         int size() const { return end - first; }
         // Which bits of a word of a mask are its ranks'.
         std::uint64_t in_word(int word) const {

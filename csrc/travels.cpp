@@ -65,17 +65,21 @@ i64 PassRows::relay(int src, i64 rows, const std::uint64_t* seen, Relays& relays
     std::uint64_t* mine = &relays.first[static_cast<std::size_t>(src) * words_];
     i64 crossings = 0;
     for (const Machine& machine : machines_) {
-        const int word = machine.first >> 6, last = (machine.end - 1) >> 6;
-        const bool at_home = &machine == &home;
+        const bool at_home = &machine == &home, one_word = machine.word == machine.last;
+        if (one_word && !(seen[machine.word] & machine.ranks)) continue;
         const int relay = machine.first + (place < machine.size() ? place : place % machine.size());
         std::uint64_t* on = at_home ? mine : &relays.then[static_cast<std::size_t>(relay) * words_];
         i64 wanting = 0;
-        for (int w = word; w <= last; ++w) {
-            const std::uint64_t ranks = machine.in_word(w), wanted = seen[w] & ranks;
-            if (!wanted) continue;
-            on[w] |= wanted;
-            // Mostly all of them or none.
-            wanting += wanted == ranks && word == last ? machine.size() : bits(wanted);
+        if (one_word) {
+            const std::uint64_t wanted = seen[machine.word] & machine.ranks;
+            on[machine.word] |= wanted;
+            wanting = wanted == machine.ranks ? machine.size() : bits(wanted);  // mostly all of them
+        } else {
+            for (int w = machine.word; w <= machine.last; ++w) {
+                const std::uint64_t wanted = seen[w] & machine.in_word(w);
+                on[w] |= wanted;
+                wanting += bits(wanted);
+            }
         }
         if (at_home || !wanting) continue;
         const bool itself = test(seen, relay);
