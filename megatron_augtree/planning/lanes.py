@@ -22,8 +22,9 @@ def row_cost(shape: ForestShape, node: int, lo: int, hi: int, pairs_per_row: int
 
 def node_costs(shape: ForestShape, nodes: Sequence[int], pairs_per_row: int) -> list[int]:
     """`row_cost` of whole nodes."""
-    starts, rows = shape.starts, shape.rows
-    return [(2 * starts[n] + rows[n] + 1) * rows[n] // 2 + pairs_per_row * rows[n] for n in nodes]
+    more = 2 * pairs_per_row + 1
+    starts, rows = (map(values.__getitem__, nodes) for values in (shape.starts, shape.rows))
+    return [(2 * start + of + more) * of // 2 for start, of in zip(starts, rows)]
 
 
 def place_inner(shape: ForestShape, nodes: Sequence[int], degree: int) -> list[tuple[int, list[Span]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from operator import add, mul
+from operator import add, itemgetter, mul
 from typing import NamedTuple
 
 from megatron_augtree.planning.arrangement import busy_ranks
@@ -143,11 +143,23 @@ class Rivals:
 
     def _rows_of(self, nodes: Sequence[int]) -> _Sizes:
         """Of all nodes of some trees."""
-        rows, children = self.pool.shape.rows, self.pool.shape.children
-        tail = [rows[n] for n in nodes if not children[n]]
-        total, leaves = sum(map(rows.__getitem__, nodes)), sum(tail)
-        longest = max(map(self._ends.__getitem__, nodes))
-        return _Sizes(len(nodes) - len(tail), total - leaves, leaves, max(tail), longest)
+        if nodes[-1] - nodes[0] + 1 == len(nodes):
+            take = itemgetter(slice(nodes[0], nodes[-1] + 1))
+        else:
+            take = itemgetter(*nodes)
+        tail, inner = take(self._leaf_rows), sum(take(self._has_children))
+        total, leaves = sum(take(self.pool.shape.rows)), sum(tail)
+        return _Sizes(inner, total - leaves, leaves, max(tail), max(take(self._ends)))
+
+    @cached_property
+    def _has_children(self) -> list[bool]:
+        """[node]."""
+        return list(map(bool, self.pool.shape.children))
+
+    @cached_property
+    def _leaf_rows(self) -> list[int]:
+        """[node] rows of a leaf; 0 of others."""
+        return [0 if inner else rows for rows, inner in zip(self.pool.shape.rows, self._has_children)]
 
     @cached_property
     def _ends(self) -> list[int]:
