@@ -5,6 +5,7 @@
 #pragma once
 
 #include "estimates.h"
+#include "least.h"
 
 namespace augtree {
 
@@ -26,7 +27,7 @@ public:
         estimates_.start(inner_, leaves_, width);
         ways_ = ways();
         if (o_.fused || !tree) fused();
-        if (tree && asks_for_waves()) phased();
+        if (tree && asks_for_waves() && !waves_are_hopeless()) phased();
     }
     Search(const Search&) = delete;
 
@@ -101,6 +102,11 @@ private:
 
     // The same of waves; nothing depends on what fused passes cost any more.
     bool hopeless(i64 least_cost) const { return too_dear(least_cost) || (aim_ == kCheapest && least_cost >= below_); }
+
+    bool waves_are_hopeless() const {
+        if (aim_ != kCheapest || jobs_.constants.stages > 1 || (!best && below_ == INT64_MAX)) return false;
+        return hopeless(LeastPhased(jobs_, width_).ns(inner_, leaves_));
+    }
 
     bool asks_for_waves() const {
         if (o_.phased != 1) return o_.phased == 2;
