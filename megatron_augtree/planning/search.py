@@ -15,6 +15,7 @@ from megatron_augtree.planning.finalists import played
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.lock_step import in_step, out_of_step
 from megatron_augtree.planning.offers import EVERY_RANK, Options
+from megatron_augtree.planning.one_degree import by_degree
 from megatron_augtree.planning.plan import Event, counted
 from megatron_augtree.planning.pool import Arrangement, Pool
 from megatron_augtree.planning.price import price_recipes
@@ -149,6 +150,9 @@ class Search:
             ways = [pool.jobs for pool in pools]
             found += [x for y in promising(found) if (x := with_shorter_slots(y, ways, self.world))]
             found = played(promising(found, FINALISTS), self._priced, self._in_waves, ways[0].room)
+        elif not self.config.lock_step and not self.forced:
+            for x in by_degree(pools[0], self._alone, lambda: min((x.time_ns for x in found), default=None)):
+                found.append(self._where_it_lies(x))
         for x in found:
             peak = x.peak_bytes + self.prices.cluster.base_bytes
             self._consider(Decision("augtree", [], [], x.name, x.time_ns, peak))
@@ -195,8 +199,11 @@ class Search:
                 self._jobs(weight), self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups
             )
 
-    def _jobs(self, slot_weight: int = 0, limit: int = 0) -> Jobs:
-        return self._jobs_of(self.options(limit), slot_weight, max(limit, self.world))
+    def _alone(self, degree: int) -> Pool:
+        return Pool(self._jobs(only=degree), self.world, self._limit(), degree, self.tree_groups)
+
+    def _jobs(self, slot_weight: int = 0, limit: int = 0, only: int = 0) -> Jobs:
+        return self._jobs_of(self.options(limit, only), slot_weight, max(limit, self.world))
 
     def _jobs_of(self, options: Options, slot_weight: int = 0, world: int = 0) -> Jobs:
         room, world = self.budget - self.prices.cluster.base_bytes, world or self.world
@@ -226,9 +233,9 @@ class Search:
 
     # What is forced.
 
-    def options(self, limit: int = 0) -> Options:
+    def options(self, limit: int = 0, only: int = 0) -> Options:
         """What is tried: everything, or what is forced; on blocks of at most `limit` ranks, or of those that
-        there may be."""
+        there may be, or of `only` so many."""
         forced, free = self.forced, Options()
         waits = self._forces_waves()
         primitive, pieces = forced.get("primitive"), free.pieces
@@ -244,7 +251,7 @@ class Search:
             whole = forced.get("keep_layers", 0 if "keep_attention" in forced else -1)
         copies = forced.get("copies", 1 if {"waves", "chunks"} & forced.keys() else 0)
         # The degree of all copies together, or of every block.
-        only = 0 if "copies" in forced else forced.get("degree", 0)
+        only = only or (0 if "copies" in forced else forced.get("degree", 0))
         least = max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1)
         return Options(
             least=max(least, only),

@@ -46,7 +46,7 @@ class Uniform:
             costs = self._costs(degree, best) if plain else None
             if costs is not None:
                 found += self._dealt(degree, costs, True, best)
-            elif plain or self._least_shared(degree) < best:
+            elif plain or self.least_shared(degree) < best:
                 shared.append(degree)
         yield from sorted(found, key=lambda x: x.estimate_ns)
         for degree in shared:
@@ -116,7 +116,7 @@ class Uniform:
         trees = -(-len(pool.trees) // (pool.world // degree))
         return degree in (pool.limit, pool.degree) or (trees - 1) * pool.pass_ns <= 2 * pool.floor_ns
 
-    def _least_shared(self, degree: int) -> int:
+    def least_shared(self, degree: int) -> int:
         """What all trees take on blocks of a degree, a pass a block, at least, ns: every rank has a tile of
         its own of every inner node on its block."""
         pool = self.pool
