@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron_augtree.planning.arrangement import Arrangement
-from megatron_augtree.planning.pool import Pool
+from megatron_augtree.planning.pool import FEW_ROWS, Pool
 from megatron_augtree.planning.sharing import FEW_NODES
 from megatron_augtree.planning.uniform import Uniform
 
@@ -32,8 +32,8 @@ def by_degree(
     """
     if len(pool.shape.rows) > FEW_NODES or pool.world > _FEW_RANKS:
         return
-    powers = pool.world & (pool.world - 1) == 0
-    if len(pool.trees) == 1 and powers:
+    few = pool.shape.total_rows < FEW_ROWS * pool.world  # estimates say little
+    if len(pool.trees) == 1 and pool.world & (pool.world - 1) == 0 and not few:
         return  # all its blocks have been compared
     for degree in range(1, pool.limit + 1):
         if pool.world % degree == 0 and may_end(pool, degree, best()):
