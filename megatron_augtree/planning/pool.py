@@ -112,7 +112,7 @@ class Pool:
             for shared in self._with_shared(joint, best):
                 best = min(best, shared.time_ns)
                 yield shared
-        for seated in Uniform(self).seatings(best):
+        for seated in self._uniform.seatings(best):
             for made in self._counted_if_near(seated, best, first and first.time_ns):
                 first = _shorter(first, made)
                 best = made.time_ns if best is None else min(best, made.time_ns)
@@ -134,11 +134,14 @@ class Pool:
             if made is not None:
                 yield made
                 least = made.time_ns if best is None else min(best, made.time_ns)
+                best = least
                 for shared in self._with_shared(made, least):
                     yield shared
-                    best = min(least, shared.time_ns)
-                if near:
+                    best = min(best, shared.time_ns)
+                if near and 50 * self._saved_ns(seated.where[0][0]) <= best:
                     return
+                if near:
+                    seated = self._uniform.whole(seated, best) or seated
         offers = self._one_pass_each(seated, best)
         if offers is not None:
             placed = [Placed(Job(nodes, 0, offer), start) for nodes, start, offer in offers]
@@ -325,6 +328,10 @@ class Pool:
     # Uniform degrees.
 
     @cached_property
+    def _uniform(self) -> Uniform:
+        return Uniform(self)
+
+    @cached_property
     def ideals(self) -> list[int]:
         """[tree] what it takes on one rank without any fixed cost, ns."""
         return [self.jobs.ideal(nodes, 1) for nodes in self.trees]
@@ -341,8 +348,12 @@ class Pool:
     def shared_may_pay(self, estimate_ns: int, degree: int, best: int | None) -> bool:
         """Whether it comes near to the best without what all passes of a block but one cost whatever their
         rows."""
+        return best is None or 50 * (estimate_ns - self._saved_ns(degree)) <= 51 * best
+
+    def _saved_ns(self, degree: int) -> int:
+        """What passes of a block cost whatever their rows, but the first one's, a pass a tree."""
         passes = -(-len(self.trees) // (self.world // degree))
-        return best is None or 50 * (estimate_ns - (passes - 1) * self.pass_ns) <= 51 * best
+        return (passes - 1) * self.pass_ns
 
     # Shared passes.
 

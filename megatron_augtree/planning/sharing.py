@@ -27,6 +27,10 @@ TRIED = 16
 #: Nodes of a batch that is searched from many starts, and the effort of each of them.
 FEW_NODES, EFFORT = 256, 1500
 
+#: Where a single pass costs a fiftieth of the time whatever its rows, batches of up to so many nodes are
+#: searched from so many starts, those that promise most, with so much effort a node.
+MANY_NODES, STARTS, EFFORT_A_NODE = 1024, 4, 7
+
 #: Blocks that a job may go to: the least busy ones.
 TARGETS = 3
 
@@ -102,6 +106,13 @@ class Sharing:
             now, busy = found
         return now
 
+    def promising(self, starts: Sequence[list[SharedPass]], time_ns: int) -> list[list[SharedPass]]:
+        """Starts that fit and take less than a quarter more than `time_ns`, the shortest first."""
+        fitting = [start for start in starts if all(self.offer(p) is not None for p in start)]
+        times = [self.time_ns(start) for start in fitting]
+        order = sorted(range(len(fitting)), key=times.__getitem__)
+        return [fitting[i] for i in order if 4 * times[i] < 5 * time_ns]
+
     def offer(self, p: SharedPass) -> Offer | None:
         """The estimate of a pass; None where it does not fit."""
         key = p.mates, p.width
@@ -119,14 +130,22 @@ class Sharing:
         """When the last rank ends, by estimates; under a pipeline with what filling and draining it adds."""
         return self._key(self._busy(passes), passes)[0]
 
-    def counted(self, passes: Sequence[SharedPass], time_ns: int) -> list[Placed] | None:
+    def counted(
+        self, passes: Sequence[SharedPass], time_ns: int, known: dict[tuple[Nodes, int], Offer]
+    ) -> list[Placed] | None:
         """Passes counted rank by rank; None where one does not fit, or where a rank ends no earlier than
-        `time_ns`: those on ranks that seem to be busy come first."""
+        `time_ns`: those on ranks that seem to be busy come first.
+
+        Args:
+            passes: which.
+            time_ns: when the last rank has to end.
+            known: (nodes, ranks) -> offers that are counted already.
+        """
         busy = self._busy(passes)
         done, placed = [0] * len(busy), {}
         for p in sorted(passes, key=lambda p: -max(busy[cell] for cell in self._cells(p))):
             nodes = self.nodes_of(p)
-            offer = self.jobs.best(nodes, p.width)
+            offer = known.get((nodes, p.width)) or self.jobs.best(nodes, p.width)
             if offer is None:
                 return None
             for cell in self._cells(p):
@@ -244,31 +263,46 @@ def merged(jobs: Jobs, mates: Sequence[Placed]) -> Sequence[Placed]:
 
 
 def searched(pool: Pool, first: Arrangement) -> Iterator[Arrangement]:
-    """What the search finds from an arrangement on, the best so far; and, where nodes are few, from all trees
-    of each block in one pass. Nothing where what passes cost whatever their rows is no fiftieth of the time.
+    """What the search finds from an arrangement on, the best so far; and, where nodes are few or launches
+    rule, from all trees of each block in one pass. Nothing where what passes cost whatever their rows is no
+    fiftieth of the time.
     """
-    jobs, world, trees = pool.jobs, pool.world, pool.trees
+    world, trees, count = pool.world, pool.trees, len(pool.shape.rows)
     passes = max(sum(x.width for x in first.placed), len(trees)) // world + 1
     if len(trees) == 1 or 50 * pool.pass_ns * passes <= first.time_ns:
         return
     nodes = {x.job.nodes: index for index, x in enumerate(first.placed)}
     starts = [[SharedPass((nodes[x.job.nodes],), x.width, x.start) for x in first.placed]]
-    if len(pool.shape.rows) <= FEW_NODES:
+    few, effort, dealt = count <= FEW_NODES, EFFORT, []
+    # A pass alone is a fiftieth, and a few ranks have several trees.
+    launches = not few and count <= MANY_NODES and 4 * len(trees) >= world
+    launches = launches and 50 * pool.pass_ns >= first.time_ns
+    if few or launches:
         known = [nodes.setdefault(tuple(tree), len(nodes)) for tree in trees]
         for degree, where in _dealings(pool):
             blocks = ((tuple(sorted(known[t] for t in x)), degree * where[x[0]]) for x in mates_of(where))
-            starts.append([SharedPass(mates, degree, start) for mates, start in blocks])
-    sharing = Sharing(jobs, world, list(nodes))
+            dealt.append([SharedPass(mates, degree, start) for mates, start in blocks])
+    sharing = Sharing(pool.jobs, world, list(nodes))
+    if launches:
+        dealt, effort = sharing.promising(dealt, first.time_ns)[:STARTS], EFFORT_A_NODE * count
+    yield from _ends(pool, sharing, first, starts + dealt, effort)
+
+
+def _ends(
+    pool: Pool, sharing: Sharing, first: Arrangement, starts: Sequence[list[SharedPass]], effort: int
+) -> Iterator[Arrangement]:
+    """Where the search ends from several starts, if that may be before the first arrangement."""
+    counted = {(x.job.nodes, x.width): x.job.offer for x in first.placed}
     tried: set[tuple[SharedPass, ...]] = set()
     for start in starts:
-        found = sharing.run(start, EFFORT)
+        found = sharing.run(start, effort)
         if found is None or 50 * sharing.time_ns(found) > 51 * first.time_ns:
             continue
         if tuple(sorted(found)) not in tried:
             tried.add(tuple(sorted(found)))
-            placed = sharing.counted(found, first.time_ns if pool.stages == 1 else NEVER)
+            placed = sharing.counted(found, first.time_ns if pool.stages == 1 else NEVER, counted)
             if placed is not None:
-                yield arrange("shared passes, searched", placed, world, pool.stages)
+                yield arrange("shared passes, searched", placed, pool.world, pool.stages)
 
 
 def _dealings(pool: Pool) -> Iterator[tuple[int, list[int]]]:

@@ -70,6 +70,16 @@ class Uniform:
             finish = max(_loads(costs, where, blocks)) if plain else NEVER
             yield Seated(f"degree {degree}{name}", [(degree, degree * block) for block in where], finish)
 
+    def whole(self, seated: Seated, best: int) -> Seated | None:
+        """Trees on the blocks of a seating's degree by what they cost as one job each, which can share passes
+        where parts of trees cannot; None where one does not fit."""
+        pool, degree = self.pool, seated.where[0][0]
+        offers = [pool.jobs.estimate(tree, degree) for tree in pool.trees]
+        if any(offer is None for offer in offers):
+            return None
+        costs = [offer.cost for offer in offers]
+        return next(self._dealt(degree, costs, True, best))
+
     def _balanced(
         self, costs: Sequence[int], blocks: int, plain: bool, best: int | None, degree: int
     ) -> list[int]:

@@ -48,7 +48,7 @@ def test_what_is_ruled_out_could_not_win(seed, monkeypatch):
     monkeypatch.setattr(Pool, "_last_in_small_waves", lambda *_: 0)
     monkeypatch.setattr(Uniform, "_is_out", lambda *_: False)
     counted = Sharing.counted
-    monkeypatch.setattr(Sharing, "counted", lambda self, passes, _: counted(self, passes, 1 << 61))
+    monkeypatch.setattr(Sharing, "counted", lambda self, x, _, known: counted(self, x, 1 << 61, known))
     every = list(pool(seed).arrangements())
     assert len(found) <= len(every)
     assert min(found, key=lambda x: x.time_ns) == min(every, key=lambda x: x.time_ns)
