@@ -169,6 +169,8 @@ void Copied::add(const Copied& o) {
 }
 
 Pair Copied::best() const {
+    const auto spared = [](i64 ns) { return ns + ns / kHostSpare; };
+    const i64 fixed = spared(this->fixed), whole = spared(this->whole), attention = spared(this->attention);
     Pair best{layers, 0};
     i64 least = INT64_MAX;
     for (i64 n = layers; n >= 0; --n) {

@@ -101,6 +101,8 @@ struct Demand {
 
 // What passes compute whose memory is copied to the host and back, and these copies.
 struct Copied {
+    // Copies are chosen as if each took a share more: see planning/demand.py.
+    static constexpr i64 kHostSpare = 16;
     i64 layers, forward = 0, backward = 0, saved = 0, saved_attention = 0, fixed = 0, whole = 0, attention = 0;
     void add(const Copied& o);
     Pair best() const;
