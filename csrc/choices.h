@@ -234,6 +234,10 @@ private:
             if (phased.shows_traffic()) other_ways(seed.choice, more);
         }
         seeds.insert(seeds.end(), more.begin(), more.end());
+        const bool sends = queries.cheap.choice &&
+                           !(gathers.cheap.choice && gathers.cheap.terms.cost <= queries.cheap.terms.cost);
+        const Seed& cheap = sends ? queries.cheap : gathers.cheap;
+        if (cheap.choice && wants_memory(cheap.terms)) add_halved(*cheap.choice, choices, seeds);
         if (o_.lean && width_ > 1) {
             for (std::size_t i = 0, fat = seeds.size(); i < fat; ++i) {
                 // Without keeping what was received the same passes take no less.
@@ -250,6 +254,18 @@ private:
             Choice choice = seed.choice;
             choice.offload = 1;
             attempt(choice, seed.times * wanting(seed.offers), more);
+        }
+    }
+
+    // The same in half as many waves: they may want memory, too, and cost less once they have it.
+    void add_halved(const Choice& seed, const std::vector<Choice>& choices, std::vector<Tried>& into) {
+        for (const Choice& choice : choices) {
+            Choice twice = choice;
+            twice.waves *= 2;
+            if (!same_passes(twice, seed)) continue;
+            const Group &spine = estimates_.spine(choice), &waves = estimates_.waves(choice);
+            const Phased phased(jobs_, choice, spine, waves);
+            if (!hopeless(phased.bare_cost())) into.push_back({choice, &spine, &waves, phased.offers(true), 1});
         }
     }
 
@@ -270,9 +286,12 @@ private:
 
     // How many offers do not fit or run layers again: others may want less memory.
     int wanting(const Offers& offers) const {
-        return static_cast<int>(std::count_if(offers.begin(), offers.end(), [&](const Terms& o) {
-            return o.peak > o_.room || repeats(jobs_.said(o.own).whole) || repeats(jobs_.said(o.wave).whole);
-        }));
+        return static_cast<int>(
+            std::count_if(offers.begin(), offers.end(), [&](const Terms& o) { return wants_memory(o); }));
+    }
+
+    bool wants_memory(const Terms& o) const {
+        return o.peak > o_.room || repeats(jobs_.said(o.own).whole) || repeats(jobs_.said(o.wave).whole);
     }
 
     static bool same_passes(const Choice& a, const Choice& b) {

@@ -158,18 +158,20 @@ class ChoiceSearch:
     def _phased(self) -> None:
         """Waves over one prefill; the cheapest and the leanest of either primitive also over chunks, where
         the prefill is what memory is short of, and in other ways, where traffic shows; those that want
-        memory also without keeping what they receive, and offloaded."""
+        memory also without keeping what they receive, and offloaded, and so the cheapest in half as many
+        waves."""
         several = self.jobs.prices.model.stages > 1
         first_chunks = self.options.chunks if several else self.options.chunks[:1]
         tried = [x for chunks in first_chunks for choice in self._waves(chunks) for x in self._try(choice)]
         if not tried:
             return
-        seeds = []
+        seeds, cheapest = [], []
         for queries in (False, True):
             mine = [x for x in tried if (x.choice.primitive == "move_q") == queries]
             fitting = [x for x in mine if x.offer.peak <= self.jobs.room]
             seeds += [min(mine, key=lambda x: x.offer.peak)] if mine else []
-            seeds += [min(fitting, key=lambda x: x.offer.cost)] if fitting else []
+            cheapest += [min(fitting, key=lambda x: x.offer.cost)] if fitting else []
+            seeds += cheapest[-1:] if fitting else []
         more: list[_Tried] = []
         for seed in seeds:
             chunks = self.options.chunks[1:] if seed.priced.spine_is_heavy and not several else ()
@@ -183,6 +185,9 @@ class ChoiceSearch:
                 elif seed.choice.primitive == "gather_kv":
                     way = {"primitive": primitive, "pieces": pieces, "node_ranks": hop}
                     more += self._try(replace(seed.choice, **way))
+        seed = min(cheapest, key=lambda x: x.offer.cost, default=None)
+        if seed is not None and self._wants_memory(seed):
+            more += [x for x in tried if self._halves(x.choice, seed.choice)]
         if self.options.lean and self.width > 1:
             for seed in [*seeds, *more]:
                 more += self._try(replace(seed.choice, keep=False)) if self._wants_memory(seed) else []
@@ -190,6 +195,11 @@ class ChoiceSearch:
             for seed in [*seeds, *more]:
                 if self._wants_memory(seed):
                     self._try(replace(seed.choice, offload=True))
+
+    def _halves(self, choice: Choice, seed: Choice) -> bool:
+        """Whether a choice of the first ones is another one in half as many waves."""
+        pairs = {"keep_layers": 0, "keep_attention": 0, "wave_layers": 0, "wave_attention": 0}
+        return replace(choice, waves=2 * choice.waves, **pairs) == replace(seed, **pairs)
 
     def _wants_memory(self, x: _Tried) -> bool:
         """Whether it does not fit, or runs layers again."""

@@ -225,3 +225,14 @@ def test_chosen_by_price(name):
         passes = tuple(replace(p, **x.worse) for p in plan.passes)
         other = price(replace(plan, passes=passes, _programs={}), prices)
         assert other.time_ns > plan.seconds * 1e9 or other.peak_bytes > budget * GIB
+
+
+@pytest.mark.parametrize("prompt", [32768, 131072])
+def test_the_cheapest_waves_are_tried_in_half_as_many_where_memory_is_short(prompt):
+    """Fewer waves cost less once they give up what they receive, or the prompt rests in host memory; with all
+    of them whole on ranks they were found only where that was forced."""
+    rules = {"model": CHUNKED, "cluster": "h100", "budget": 27, "recompute": "auto"}
+    shape = from_lengths(prompt, [4096] * 8)
+    plan = plan_of(shape, 8, **rules)
+    assert plan.seconds <= plan_of(shape, 8, force="lane_degree=1", **rules).seconds
+    assert sum(p.kind == "replay" for p in plan.passes) < 4 and not any(p.keep for p in plan.passes)
