@@ -277,5 +277,5 @@ def test_in_step_prices_what_it_lets_through():
     recipes, events = found.recipes(batch.shape, batch.unit)
     decision = Decision("augtree", recipes, events, "", 0, 7)
     assert in_step(decision, batch.shape, H100, 4) == replace(decision, time_ns=found.time_ns)
-    alone = [replace(recipe, start=0, width=1, lane_degree=1, wide=0) for recipe in recipes]
+    alone = [recipe._replace(start=0, width=1, lane_degree=1, wide=0) for recipe in recipes]
     assert in_step(replace(decision, recipes=alone), batch.shape, H100, 4) is None
