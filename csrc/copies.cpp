@@ -143,7 +143,9 @@ std::vector<i64> Jobs::copies(const Nodes& nodes, i64 width) {
     std::vector<i64> counts, found;
     if (options.copies > 1) counts.push_back(options.copies);
     const i64 most = std::min(width, static_cast<i64>(leaves.size()));
-    for (i64 copies = 2; !options.copies && !inner.empty() && copies <= most; copies *= 2) counts.push_back(copies);
+    for (i64 copies = 2; !options.copies && !inner.empty() && copies <= most; ++copies) {
+        if (width % copies == 0) counts.push_back(copies);
+    }
     for (i64 copies : counts) {
         const i64 ranks = width / copies;
         if (width % copies == 0 && options.least <= ranks && ranks <= limit) found.push_back(copies);

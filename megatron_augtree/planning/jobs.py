@@ -182,10 +182,10 @@ class Jobs:
         return -1 if jobs is None else cost_of(jobs)
 
     def _copies(self, nodes: Sequence[int], width: int) -> Iterator[int]:
-        """Numbers of copies that ranks, limit and leaves allow: powers of two, or what is forced."""
+        """Numbers of copies that ranks, limit and leaves allow, or what is forced."""
         inner, leaves = split_inner(self.shape, nodes)
         forced, limit = self.options.copies, self.options.limit or width
-        powers = [1 << i for i in range(1, min(width, len(leaves)).bit_length())] if inner else []
-        for copies in [forced] * (forced > 1) if forced else powers:
+        most = min(width, len(leaves)) if inner else 0
+        for copies in [forced] * (forced > 1) if forced else range(2, most + 1):
             if width % copies == 0 and self.options.least <= width // copies <= limit:
                 yield copies

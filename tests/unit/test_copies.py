@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -181,6 +182,21 @@ def test_pools_and_limits_that_are_no_powers_of_two(world, limit, ranks):
     widths = {len(p.block) for p in plan.passes}
     assert max(widths) <= limit and (widths == {3} if ranks == 6 else widths <= {1, 2})
     assert sum(plan.rows_of_rank(rank) > 0 for rank in range(world)) == ranks
+
+
+@pytest.mark.parametrize("stages", (1, 2))
+@pytest.mark.parametrize(("world", "leaves"), ((3, 9), (6, 8), (6, 13), (12, 24), (24, 40)))
+def test_copies_divide_blocks_that_are_no_powers_of_two(world, leaves, stages):
+    """A prompt copy on 3, 6 or 12 parts is tried, too: forced, none is faster than the plan."""
+    shape = from_lengths(409, [100 + 37 * i % 250 for i in range(leaves)])
+    model = replace(GQA, layers=24, stages=stages)
+
+    def seconds(force: str = "") -> float:
+        config = AugTreeConfig(cluster="paper", memory_budget_gib=1000, force=force)
+        return make_plan(shape, model, world, config, tree_groups=[0]).seconds
+
+    parts = [n for n in range(2, world + 1) if world % n == 0 and n <= leaves]
+    assert seconds() <= min(seconds(f"copies={n},degree={world}") for n in parts)
 
 
 def test_a_single_response_stays_on_its_block():
