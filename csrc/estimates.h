@@ -191,17 +191,14 @@ private:
         if (!fresh) return *found;
         const Nodes& order = dealing_->order.by_rows;
         wave_of_.assign(order.size(), 0);
-        std::size_t count = 1;
         if (waves > 1) {
-            const std::vector<Nodes> parts = jobs_.waves_of(dealing_->leaves, waves);
-            count = parts.size();
+            const std::vector<int> where = jobs_.wave_of(dealing_->leaves, waves);
             number_.resize(jobs_.forest.rows.size());
-            for (std::size_t i = 0; i < count; ++i) {
-                for (int node : parts[i]) number_[node] = static_cast<int>(i);
-            }
+            for (std::size_t i = 0; i < where.size(); ++i) number_[dealing_->leaves[i]] = where[i];
             for (std::size_t leaf = 0; leaf < order.size(); ++leaf) wave_of_[leaf] = number_[order[leaf]];
         }
-        found->resize(count);
+        const int last = wave_of_.empty() ? 0 : *std::max_element(wave_of_.begin(), wave_of_.end());
+        found->resize(static_cast<std::size_t>(last) + 1);
         for (LeafSet& set : *found) set.clear();
         for (std::size_t leaf = 0; leaf < order.size(); ++leaf) {
             (*found)[wave_of_[leaf]].add(jobs_.forest, order[leaf], static_cast<int>(leaf));

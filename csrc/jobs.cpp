@@ -92,15 +92,24 @@ std::optional<Pair> Jobs::pair(const Demand& d, i64 room) const {
                 std::min(options.attention, constants.layers - options.whole)};
 }
 
-std::vector<Nodes> Jobs::waves_of(const Nodes& leaves, i64 waves) const {
+std::vector<int> Jobs::wave_of(const Nodes& leaves, i64 waves) const {
     waves = std::min(waves, static_cast<i64>(leaves.size()));
-    if (waves == 1) return {leaves};
+    if (waves == 1) return std::vector<int>(leaves.size(), 0);
     std::vector<i64> weights;
+    weights.reserve(leaves.size());
     for (int node : leaves) weights.push_back(row_cost(node));
-    const std::vector<int> where = assign(weights, std::vector<i64>(waves, 0));
-    std::vector<Nodes> dealt(waves);
+    std::vector<int> where = assign(weights, std::vector<i64>(waves, 0)), number(waves, 0);
+    for (int wave : where) number[wave] = 1;
+    int count = 0;
+    for (int& n : number) n = n ? count++ : 0;  // leaves without rows may leave waves empty
+    for (int& wave : where) wave = number[wave];
+    return where;
+}
+
+std::vector<Nodes> Jobs::waves_of(const Nodes& leaves, i64 waves) const {
+    const std::vector<int> where = wave_of(leaves, waves);
+    std::vector<Nodes> dealt(where.empty() ? 0 : *std::max_element(where.begin(), where.end()) + 1);
     for (std::size_t i = 0; i < leaves.size(); ++i) dealt[where[i]].push_back(leaves[i]);
-    dealt.erase(std::remove_if(dealt.begin(), dealt.end(), [](const Nodes& n) { return n.empty(); }), dealt.end());
     return dealt;
 }
 

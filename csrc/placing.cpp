@@ -14,21 +14,36 @@ i64 Forest::area(int node, i64 lo, i64 hi) const {
 namespace {
 
 constexpr std::size_t kExactItems = 10;
+constexpr std::size_t kFewBins = 16;  // looking at all of them is faster than a heap
 
 std::vector<int> by_weight(const std::vector<i64>& weights) {
     std::vector<int> order(weights.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return weights[a] > weights[b]; });
+    std::sort(order.begin(), order.end(),
+              [&](int a, int b) { return weights[a] != weights[b] ? weights[a] > weights[b] : a < b; });
     return order;
+}
+
+// Items as they come, each to the least loaded bin.
+std::vector<int> deal(const std::vector<int>& order, const std::vector<i64>& weights, std::vector<i64> loads) {
+    std::vector<int> where(weights.size(), 0);
+    if (loads.size() <= kFewBins) {
+        for (int item : order) {
+            const auto least = std::min_element(loads.begin(), loads.end());
+            where[item] = static_cast<int>(least - loads.begin());
+            *least += weights[item];
+        }
+        return where;
+    }
+    LeastLoaded bins(std::move(loads));
+    for (int item : order) where[item] = bins.add(weights[item]);
+    return where;
 }
 
 }  // namespace
 
 std::vector<int> longest_first(const std::vector<i64>& weights, const std::vector<i64>& loads) {
-    LeastLoaded bins(loads);
-    std::vector<int> where(weights.size(), 0);
-    for (int item : by_weight(weights)) where[item] = bins.add(weights[item]);
-    return where;
+    return deal(by_weight(weights), weights, loads);
 }
 
 LeastLoaded::LeastLoaded(std::vector<i64> loads) : loads_(std::move(loads)), heap_(loads_.size()) {
@@ -68,7 +83,7 @@ class Exact {
 public:
     Exact(const std::vector<i64>& weights, const std::vector<i64>& loads)
         : weights_(weights), order_(by_weight(weights)), current_(loads), where_(weights.size(), 0) {
-        best = longest_first(weights, loads);
+        best = deal(order_, weights, loads);
         std::vector<i64> filled = loads;
         for (std::size_t i = 0; i < weights.size(); ++i) filled[best[i]] += weights[i];
         limit_ = *std::max_element(filled.begin(), filled.end());

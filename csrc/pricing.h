@@ -206,6 +206,8 @@ public:
 
     void split_inner(const Nodes& nodes, Nodes& inner, Nodes& leaves);
     i64 row_cost(int node) const { return forest.area(node, 0, forest.rows[node]) + options.unit * forest.rows[node]; }
+    // [leaf] its wave; no wave is empty.
+    std::vector<int> wave_of(const Nodes& leaves, i64 waves) const;
     std::vector<Nodes> waves_of(const Nodes& leaves, i64 waves) const;
     std::optional<Pair> pair(const Demand& d, i64 room) const;
     Pair said(Pair p) const { return options.whole == -2 ? Pair{-1, 0} : p; }
