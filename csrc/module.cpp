@@ -15,7 +15,7 @@ void bind_timeline(py::module_& module);  // timeline.cpp
 
 // planning/native.py holds the same number; a core with another number counts as absent. Raise both with every
 // change of what the core takes, gives or computes.
-constexpr int kVersion = 17;
+constexpr int kVersion = 18;
 
 PYBIND11_MODULE(_core, module) {
     module.doc() = "Twins of planning's integer functions; megatron_augtree/planning/native.py loads them.";

@@ -20,7 +20,7 @@ from types import ModuleType
 import numpy as np
 
 #: What the core takes, gives and computes; csrc/module.cpp holds the same number.
-VERSION = 17
+VERSION = 18
 
 #: Integers that cross to the core stay below this in magnitude, so that the sum of two fits into 64 bits.
 LIMIT = 2**62

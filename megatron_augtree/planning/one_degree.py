@@ -2,43 +2,60 @@
 
 With all widths to choose from, a tree's cheapest job on some ranks may be parts on narrower blocks, which
 share no pass with their neighbours, and a search that is not exact may end elsewhere. So batches of few nodes
-are arranged once for each degree, as if it were forced: no forced degree is then faster than what the planner
-chooses by itself. Degrees that cannot end before the best are passed over.
+are arranged once for each degree, as if it were forced: no degree that divides the pool is then faster,
+forced, than what the planner chooses by itself. Degrees that cannot end before the best are passed over, and
+so are all for a single tree that is not small: of the powers of two it has seen every one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_augtree.planning.arrangement import Arrangement
-from megatron_augtree.planning.pool import FEW_ROWS, Pool
+from megatron_augtree.planning.assign import longest_first
+from megatron_augtree.planning.pool import Pool
 from megatron_augtree.planning.sharing import FEW_NODES
+from megatron_augtree.planning.tree import ForestShape
 from megatron_augtree.planning.uniform import Uniform
 
 #: Ranks of a pool whose degrees are few enough.
 _FEW_RANKS = 64
 
+#: A tree is small where a pass, whatever its rows, costs such a part of its time: there estimates say little.
+_SMALL = 25
+
+#: Ranks of a block, and trees on it, from which on one pass tells what all may take.
+_WIDE, _SEVERAL = 8, 4
+
+
+def is_few(shape: ForestShape, world: int, stages: int) -> bool:
+    """Whether a batch is small enough for that, and no pipeline asks for slots."""
+    return len(shape.rows) <= FEW_NODES and world <= _FEW_RANKS and stages == 1
+
 
 def by_degree(
-    pool: Pool, alone: Callable[[int], Pool], best: Callable[[], int | None]
+    pool: Pool, alone: Callable[[int], Pool], found: Sequence[Arrangement]
 ) -> Iterator[Arrangement]:
-    """Arrangements of one degree each, of a batch of few nodes.
+    """Arrangements of one degree each.
 
     Args:
         pool: the batch with all widths.
         alone: degree -> the same batch with blocks of that degree only.
-        best: time of the best arrangement so far, ns; None where there is none.
+        found: arrangements so far; what comes is added by the caller, priced on its own ranks.
     """
-    if len(pool.shape.rows) > FEW_NODES or pool.world > _FEW_RANKS:
+    best, powers = _least(found), pool.world & (pool.world - 1) == 0
+    if len(pool.trees) == 1 and powers and best is not None and _SMALL * pool.pass_ns < best:
         return
-    few = pool.shape.total_rows < FEW_ROWS * pool.world  # estimates say little
-    if len(pool.trees) == 1 and pool.world & (pool.world - 1) == 0 and not few:
-        return  # all its blocks have been compared
     for degree in range(1, pool.limit + 1):
-        if pool.world % degree == 0 and may_end(pool, degree, best()):
+        if pool.world % degree == 0 and may_end(pool, degree, best) and not is_slow(pool, degree, best):
             for made in alone(degree).arrangements():
                 yield replace(made, name=f"{made.name}, all of degree {degree}")
+            best = _least(found)
+
+
+def _least(found: Sequence[Arrangement]) -> int | None:
+    return min((x.time_ns for x in found), default=None)
 
 
 def may_end(pool: Pool, degree: int, best: int | None) -> bool:
@@ -61,3 +78,19 @@ def may_end(pool: Pool, degree: int, best: int | None) -> bool:
         blocks = max(1, -(-(ideal - root) // (degree * most - root)))
         work += ideal + (blocks - 1) * root
     return work < most * pool.world
+
+
+def is_slow(pool: Pool, degree: int, best: int | None) -> bool:
+    """Whether wide blocks with several trees each take a tenth more than the best, were all blocks as full:
+    by the estimate of the fullest one's trees in one pass, the fewest launches there are."""
+    blocks = pool.world // degree
+    if best is None or degree < _WIDE or len(pool.trees) < _SEVERAL * blocks:
+        return False
+    jobs, loads = pool.jobs, [0] * blocks
+    where = longest_first(pool.ideals, loads)
+    for ideal, block in zip(pool.ideals, where):
+        loads[block] += ideal
+    full = loads.index(max(loads))
+    nodes = tuple(n for tree, block in zip(pool.trees, where) if block == full for n in tree)
+    offer = jobs.estimate(nodes, degree)
+    return offer is not None and 10 * (offer.cost - jobs.ideal(nodes, degree) + pool.floor_ns) > 11 * best

@@ -45,14 +45,23 @@ class Pool:
         limit: the most ranks a block may have.
         degree: the only degree, or 0.
         tree_groups: [tree] number of the group behind each root, for groups in turn.
+        dealt: whether passes of few nodes are also shared from every degree on.
 
     Attributes:
         costs: (tree, ranks) -> what it is estimated to cost, -1 where it does not fit.
         too_wide: blocks of so many ranks are too slow with one pass each, by a tenth.
     """
 
-    def __init__(self, jobs: Jobs, world: int, limit: int, degree: int, tree_groups: Sequence[int]) -> None:
-        self.jobs, self.world, self.limit, self.degree = jobs, world, limit, degree
+    def __init__(
+        self,
+        jobs: Jobs,
+        world: int,
+        limit: int,
+        degree: int,
+        tree_groups: Sequence[int],
+        dealt: bool = True,
+    ) -> None:
+        self.jobs, self.world, self.limit, self.degree, self.dealt = jobs, world, limit, degree, dealt
         self.shape: ForestShape = jobs.shape
         self.stages = jobs.prices.model.stages
         self.trees = self.shape.trees

@@ -15,7 +15,7 @@ from megatron_augtree.planning.finalists import played
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.lock_step import in_step, out_of_step
 from megatron_augtree.planning.offers import EVERY_RANK, Options
-from megatron_augtree.planning.one_degree import by_degree
+from megatron_augtree.planning.one_degree import by_degree, is_few
 from megatron_augtree.planning.plan import Event, counted
 from megatron_augtree.planning.pool import Arrangement, Pool
 from megatron_augtree.planning.price import price_recipes
@@ -79,6 +79,7 @@ class Search:
         self.unit = pairs_per_row(prices.model, prices.cluster)
         self.considered: list[Considered] = []
         self._pool: Pool | None = None
+        self._by_degree = is_few(shape, world, prices.model.stages) and not (self.forced or config.lock_step)
         self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
     # The search.
@@ -150,8 +151,8 @@ class Search:
             ways = [pool.jobs for pool in pools]
             found += [x for y in promising(found) if (x := with_shorter_slots(y, ways, self.world))]
             found = played(promising(found, FINALISTS), self._priced, self._in_waves, ways[0].room)
-        elif not self.config.lock_step and not self.forced:
-            for x in by_degree(pools[0], self._alone, lambda: min((x.time_ns for x in found), default=None)):
+        if self._by_degree:
+            for x in by_degree(pools[0], self._pool_of, found):
                 found.append(self._where_it_lies(x))
         for x in found:
             peak = x.peak_bytes + self.prices.cluster.base_bytes
@@ -195,15 +196,16 @@ class Search:
         trees_a_rank = max(1, len(self.shape.roots) // self.world)
         weights = sorted({0, 16, max(1, 16 // trees_a_rank)}) if self.prices.model.stages > 1 else [0]
         for weight in weights:
-            yield Pool(
-                self._jobs(weight), self.world, self._limit(), self.forced.get("degree", 0), self.tree_groups
-            )
+            yield self._pool_of(self.forced.get("degree", 0), self._jobs(weight), not self._by_degree)
 
-    def _alone(self, degree: int) -> Pool:
-        return Pool(self._jobs(only=degree), self.world, self._limit(), degree, self.tree_groups)
+    def _pool_of(self, degree: int, jobs: Jobs | None = None, dealt: bool = True) -> Pool:
+        jobs = self._jobs(only=degree) if jobs is None else jobs
+        return Pool(jobs, self.world, self._limit(), degree, self.tree_groups, dealt)
 
     def _jobs(self, slot_weight: int = 0, limit: int = 0, only: int = 0) -> Jobs:
-        return self._jobs_of(self.options(limit, only), slot_weight, max(limit, self.world))
+        options = self.options(limit)
+        options = options._replace(least=only, limit=only) if only else options
+        return self._jobs_of(options, slot_weight, max(limit, self.world))
 
     def _jobs_of(self, options: Options, slot_weight: int = 0, world: int = 0) -> Jobs:
         room, world = self.budget - self.prices.cluster.base_bytes, world or self.world
@@ -233,9 +235,9 @@ class Search:
 
     # What is forced.
 
-    def options(self, limit: int = 0, only: int = 0) -> Options:
+    def options(self, limit: int = 0) -> Options:
         """What is tried: everything, or what is forced; on blocks of at most `limit` ranks, or of those that
-        there may be, or of `only` so many."""
+        there may be."""
         forced, free = self.forced, Options()
         waits = self._forces_waves()
         primitive, pieces = forced.get("primitive"), free.pieces
@@ -251,7 +253,7 @@ class Search:
             whole = forced.get("keep_layers", 0 if "keep_attention" in forced else -1)
         copies = forced.get("copies", 1 if {"waves", "chunks"} & forced.keys() else 0)
         # The degree of all copies together, or of every block.
-        only = only or (0 if "copies" in forced else forced.get("degree", 0))
+        only = 0 if "copies" in forced else forced.get("degree", 0)
         least = max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1)
         return Options(
             least=max(least, only),
@@ -365,7 +367,7 @@ class Search:
             return self.over_budget(str(lean.choice), lean.peak + self.prices.cluster.base_bytes)
         jobs, limit = self._jobs(), self._limit()
         degree, copies = self.forced.get("degree", 0), self.forced.get("copies", 0)
-        pool = Pool(jobs, self.world, limit, degree, self.tree_groups)
+        pool = self._pool_of(degree, jobs)
         for tree, root in enumerate(self.shape.roots):
             widths = {*pool.widths(), degree or limit}
             if any(pool.settled(tree, width) for width in widths):

@@ -277,7 +277,7 @@ def searched(pool: Pool, first: Arrangement) -> Iterator[Arrangement]:
     # A pass alone is a fiftieth, and a few ranks have several trees.
     launches = not few and count <= MANY_NODES and 4 * len(trees) >= world
     launches = launches and 50 * pool.pass_ns >= first.time_ns
-    if few or launches:
+    if few and pool.dealt or launches:
         known = [nodes.setdefault(tuple(tree), len(nodes)) for tree in trees]
         for degree, where in _dealings(pool):
             blocks = ((tuple(sorted(known[t] for t in x)), degree * where[x[0]]) for x in mates_of(where))

@@ -69,7 +69,7 @@ def test_degrees_that_are_passed_over_end_late():
         for degree in degrees(world):
             if not one_degree.may_end(search._pool, degree, best):
                 passed += 1
-                found = [search._where_it_lies(x) for x in search._alone(degree).arrangements()]
+                found = [search._where_it_lies(x) for x in search._pool_of(degree).arrangements()]
                 assert all(x.time_ns >= best for x in found), f"seed {seed}, degree {degree}"
     assert passed > BATCHES // 4
 
