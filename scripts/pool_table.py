@@ -186,7 +186,7 @@ def moldable(setup: Setup, trees: Trees) -> float:
     """
     search = Search(trees.shape, setup.prices, setup.world, setup.config, trees.tree_groups)
     room = search.budget - setup.machine.base_bytes
-    rules = search.unit, room, search.options()
+    rules = search.unit, room, search.asked.options()
     jobs = make_jobs(trees.shape, setup.prices, *rules, world=setup.world)
     widths = [1 << i for i in range(setup.world.bit_length())]
     options = []

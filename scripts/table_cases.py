@@ -145,28 +145,27 @@ def parts(plan: Plan, prices: Prices) -> dict[str, float]:
         ``work``: `compute_bound` of the plan's own forest; ``uneven``: ranks that wait, prompt copies,
         merging; ``recompute``; ``padding``: products of few rows and masked parts of tiles; ``traffic`` that
         nothing hides; ``launches``: fixed costs of tiles, stages, layers, passes and messages; ``pipeline``:
-        filling and draining it. Each is what is saved when it is taken away after those behind it here.
+        filling and draining it, and waiting in between. Each is what is saved when it is taken away after
+        those behind it here.
     """
     where, nodes = plan.passes, prices.cluster.node_ranks
     loads = [PassLoads(plan.shape, p, [where[r].placement for r in p.reads], nodes) for p in where]
 
-    def rank_and_slot(changes: dict[str, int], whole: bool = False) -> tuple[float, float]:
-        """Seconds of the busiest rank, and of the longest pass."""
+    def busiest(changes: dict[str, int], whole: bool = False) -> float:
+        """Seconds of the busiest rank, on the last stage."""
         changed = Prices(prices.model, replace(prices.cluster, **changes))
-        busy, slots = [0] * plan.world, [0]
+        busy = [0] * plan.world
         for load in loads:
             made = PassPrice(changed, load, provides=False)
             pair = Pair(prices.model.layers, 0) if whole else changed.pair(load.p)
-            slots.append(made.slot(pair))
             for rank in load.p.block:
                 busy[rank] += sum(made.time(pair))
-        return max(busy) / NS, max(slots) / NS
+        return max(busy) / NS
 
-    full, slot = rank_and_slot({})
-    light, _ = rank_and_slot(_NO_LAUNCHES)
-    quiet, _ = rank_and_slot(_NO_LAUNCHES | _NO_TRAFFIC)
-    dense, _ = rank_and_slot(_NO_LAUNCHES | _NO_TRAFFIC | _NO_PADDING)
-    once, _ = rank_and_slot(_NO_LAUNCHES | _NO_TRAFFIC | _NO_PADDING, whole=True)
+    full, light = busiest({}), busiest(_NO_LAUNCHES)
+    quiet = busiest(_NO_LAUNCHES | _NO_TRAFFIC)
+    dense = busiest(_NO_LAUNCHES | _NO_TRAFFIC | _NO_PADDING)
+    once = busiest(_NO_LAUNCHES | _NO_TRAFFIC | _NO_PADDING, whole=True)
     work = compute_bound(plan.shape, prices, plan.world)
     return {
         "work": work,
@@ -175,7 +174,7 @@ def parts(plan: Plan, prices: Prices) -> dict[str, float]:
         "padding": quiet - dense,
         "traffic": light - quiet,
         "launches": full - light,
-        "pipeline": (prices.model.stages - 1) * slot,
+        "pipeline": plan.seconds - full,
     }
 
 

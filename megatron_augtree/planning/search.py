@@ -1,4 +1,4 @@
-"""The search for a plan: candidates, feasible ones, the cheapest; what is forced; and why nothing fits."""
+"""The search for a plan: candidates, feasible ones, the cheapest; and why nothing fits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_augtree.config import AugTreeConfig, AugTreeError, InfeasiblePlanError
+from megatron_augtree.planning.asked import Asked
 from megatron_augtree.planning.baselines import Costs, baseline_recipes, degrees_of, variants
 from megatron_augtree.planning.candidates import copies_of
 from megatron_augtree.planning.cluster import GIB, Cluster
@@ -14,7 +15,7 @@ from megatron_augtree.planning.fast import make_jobs
 from megatron_augtree.planning.finalists import played
 from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.lock_step import in_step, out_of_step
-from megatron_augtree.planning.offers import EVERY_RANK, Options
+from megatron_augtree.planning.offers import Options
 from megatron_augtree.planning.one_degree import by_degree, is_few
 from megatron_augtree.planning.plan import Event, counted
 from megatron_augtree.planning.pool import Arrangement, Pool
@@ -24,12 +25,6 @@ from megatron_augtree.planning.rivals import Rivals
 from megatron_augtree.planning.rounds import LockStep
 from megatron_augtree.planning.slots import FINALISTS, promising, with_shorter_slots
 from megatron_augtree.planning.tree import ForestShape
-
-#: What a forced choice asks of a step.
-_ROOM_FOR_KEYS = (
-    "a block has ranks for the primitive, a tree ranks that copies divide and leaves for copies and waves, "
-    "its spine rows for chunks"
-)
 
 
 @dataclass(frozen=True)
@@ -74,13 +69,13 @@ class Search:
     ) -> None:
         self.shape, self.prices, self.world, self.config = shape, prices, world, config
         self.tree_groups = tree_groups
-        self.forced = config.forced()
+        self.asked = Asked(config, shape, prices.model, world)
+        self.forced, self._limit = self.asked.forced, self.asked.limit
         self.budget = budget_of(config, prices.cluster)
         self.unit = pairs_per_row(prices.model, prices.cluster)
         self.considered: list[Considered] = []
         self._pool: Pool | None = None
         self._by_degree = is_few(shape, world, prices.model.stages) and not (self.forced or config.lock_step)
-        self.leaves = [n for n in range(len(shape.rows)) if not shape.children[n]]
 
     # The search.
 
@@ -89,11 +84,11 @@ class Search:
         if not self.shape.rows:
             return Decision("augtree", [], [], "nothing to compute", 0, 0)
         if self.forced:
-            self._check_forced()
+            self.asked.check()
         best = self._best_arrangement()
         found = None if best is None else self._decision(best)
-        if self.forced and found is not None and not self._obeys(found):
-            raise self._refusal(_ROOM_FOR_KEYS)
+        if self.forced and found is not None and not self.asked.obeys(found.recipes):
+            raise self.asked.no_room()
         # Few peers keep step; they are no candidates then.
         if not self.forced and not self.config.lock_step:
             found = self._with_rivals(found)
@@ -104,7 +99,7 @@ class Search:
     def baseline(self, mode: str, own: bool = False) -> Decision:
         """A baseline's plan; as a candidate of ``augtree`` its cheapest within the limit, unless it is
         to be its own choice."""
-        costs, limit = self.costs(), self._limit()
+        costs, limit = self.costs(), self._limit
         if own or self.config.mode != "augtree":
             made = baseline_recipes(
                 mode, self.shape, self.tree_groups, self.world, self.config.degree, costs
@@ -132,7 +127,7 @@ class Search:
 
     def _with_rivals(self, found: Decision | None) -> Decision | None:
         """The plan, or that of a peer which is cheaper."""
-        rivals = Rivals(self._pool, self._limit(), self.config.degree > 0, self.costs())
+        rivals = Rivals(self._pool, self._limit, self.config.degree > 0, self.costs())
         for rival in rivals.faster_than(None if found is None else found.time_ns):
             self._consider(rival)
             better = found is None or rival.time_ns < found.time_ns
@@ -186,10 +181,10 @@ class Search:
 
     def _in_waves(self, waves: int) -> Jobs | None:
         """Prices of jobs in so many waves, fused ones for 0; None where that is forced."""
-        if {"phase", "waves", "chunks", "primitive"} & self.forced.keys():
+        if self.asked.forces_shape:
             return None
         shape = {"waves": (waves,), "fused": False, "phased": 2} if waves else {"fused": True, "phased": 0}
-        return self._jobs_of(self.options()._replace(**shape))
+        return self._jobs_of(self.asked.options()._replace(**shape))
 
     def _pools(self) -> Iterator[Pool]:
         """Under a pipeline the longest pass counts too: not at all, fully, or shared by a block's trees."""
@@ -200,10 +195,10 @@ class Search:
 
     def _pool_of(self, degree: int, jobs: Jobs | None = None, dealt: bool = True) -> Pool:
         jobs = self._jobs(only=degree) if jobs is None else jobs
-        return Pool(jobs, self.world, self._limit(), degree, self.tree_groups, dealt)
+        return Pool(jobs, self.world, self._limit, degree, self.tree_groups, dealt)
 
     def _jobs(self, slot_weight: int = 0, limit: int = 0, only: int = 0) -> Jobs:
-        options = self.options(limit)
+        options = self.asked.options(limit)
         options = options._replace(least=only, limit=only) if only else options
         return self._jobs_of(options, slot_weight, max(limit, self.world))
 
@@ -233,139 +228,14 @@ class Search:
 
         return Costs(self.unit, of, self.budget, self.prices.model, self.prices.cluster)
 
-    # What is forced.
-
-    def options(self, limit: int = 0) -> Options:
-        """What is tried: everything, or what is forced; on blocks of at most `limit` ranks, or of those that
-        there may be."""
-        forced, free = self.forced, Options()
-        waits = self._forces_waves()
-        primitive, pieces = forced.get("primitive"), free.pieces
-        if primitive == "move_kv":
-            pieces = (EVERY_RANK,)
-        elif primitive in ("gather_kv", "local"):
-            pieces = tuple(k for k in pieces if k != EVERY_RANK)
-        pieces = (forced["pieces"],) if "pieces" in forced else pieces
-        phased = {"fused": 0, "phased": 2}.get(forced.get("phase"), 2 if waits else 1)
-        pipelined = self.prices.model.stages > 1
-        whole = -2
-        if self._recompute_is_free():
-            whole = forced.get("keep_layers", 0 if "keep_attention" in forced else -1)
-        copies = forced.get("copies", 1 if {"waves", "chunks"} & forced.keys() else 0)
-        # The degree of all copies together, or of every block.
-        only = 0 if "copies" in forced else forced.get("degree", 0)
-        least = max(2 * (primitive in ("gather_kv", "move_kv", "move_q")), forced.get("pieces", 0) + 1)
-        return Options(
-            least=max(least, only),
-            limit=only or limit or self._limit(),
-            lane_degree=forced.get("lane_degree", 0),
-            pieces=pieces,
-            fused=phased != 2,
-            phased=phased,
-            chunks=(forced["chunks"],) if "chunks" in forced else free.chunks,
-            # A pipeline wants slots; memory is content with fewer.
-            waves=(forced["waves"],) if "waves" in forced else free.waves + (16, 32, 64) * pipelined,
-            gather=primitive != "move_q",
-            move_q=primitive in (None, "move_q"),
-            offload=self.prices.model.can_offload,
-            copies=copies,
-            whole=whole,
-            attention=forced.get("keep_attention", 0),
-        )
-
-    def _recompute_is_free(self) -> bool:
-        """Whether the planner chooses recompute: it has a budget, and is not told to follow the flags."""
-        forced = {"keep_layers", "keep_attention"} & self.forced.keys()
-        told = self.config.recompute == "auto" and self.config.memory_budget_gib > 0
-        return bool(forced) or (told and self.prices.model.can_recompute)
-
-    def _check_forced(self) -> None:
-        forced, limit = self.forced, self._limit()
-        copies, lane, phase = forced.get("copies", 1), forced.get("lane_degree", 1), forced.get("phase")
-        degree = forced.get("degree", 0)
-        ranks = degree // copies if degree else min(limit, self.world // copies)
-        powers = [1 << i for i in range(self.world.bit_length())]
-        divisors = [w for w in range(1, limit + 1) if self.world % w == 0]
-        widths = [degree] if degree else [*powers, *divisors, limit]
-        waiting = self._forces_waves()
-        rules = (
-            (
-                degree > self.world or ranks > limit,
-                "degree is at most the pool, degree / copies at most --context-parallel-size (the pool if "
-                "not given)",
-            ),
-            (
-                not any(width % copies == 0 and width // copies <= limit for width in widths),
-                "copies divides degree: each copy gets degree / copies ranks",
-            ),
-            (lane > ranks or ranks % lane, "lane_degree divides degree / copies"),
-            (
-                "pieces" in forced and forced.get("primitive", "gather_kv") != "gather_kv",
-                "pieces belong to primitive=gather_kv",
-            ),
-            (waiting and phase == "fused", "waves, chunks and move_q belong to phase=phased"),
-            (
-                (waiting or phase == "phased") and not any(self.shape.children),
-                "a phased plan needs a shared prompt: a node with leaves below it",
-            ),
-            (
-                forced.get("primitive") == "local" and ranks > 1,
-                "primitive=local needs blocks of one rank (degree = copies)",
-            ),
-            (
-                forced.get("keep_layers", 0) + forced.get("keep_attention", 0) > self.prices.model.layers,
-                "keep_layers + keep_attention is at most the number of layers",
-            ),
-        )
-        for broken, rule in rules:
-            if broken:
-                raise self._refusal(rule)
-
-    def _forces_waves(self) -> bool:
-        """Whether something is forced that only a phased plan has."""
-        return bool({"waves", "chunks"} & self.forced.keys()) or self.forced.get("primitive") == "move_q"
-
-    def _obeys(self, found: Decision) -> bool:
-        """Whether some job shows every forced key; one rank moves nothing, few leaves fill no waves."""
-        jobs: dict[int, list[Recipe]] = {}
-        for recipe in found.recipes:
-            jobs.setdefault(recipe.job, []).append(recipe)
-        replays = {sum(r.kind == "replay" for r in job) for job in jobs.values()}
-        holders = {
-            root: sum(any(root in (*r.inner, *r.leaves) for r in job) for job in jobs.values())
-            for root in self.shape.roots
-        }
-        shown = {
-            "degree": {r.width * self.forced.get("copies", 1) for r in found.recipes},
-            "copies": set(holders.values()),
-            "primitive": {r.primitive if r.width > 1 else "local" for r in found.recipes},
-            "phase": {"phased" if waves else "fused" for waves in replays},
-            "waves": replays,
-            "chunks": {sum(r.kind in ("prefill", "chunk") for r in job) for job in jobs.values()},
-        }
-        return all(value in shown.get(key, (value,)) for key, value in self.forced.items())
-
-    def _limit(self) -> int:
-        return min(self.config.degree or self.world, self.world)
-
     # Refusals.
-
-    def _refusal(self, rule: str) -> InfeasiblePlanError:
-        return InfeasiblePlanError(
-            "a forced plan cannot be made",
-            values=f"--augtree-force {self.config.force!r}, {self.world} ranks, "
-            f"{counted(len(self.shape.roots), 'tree')}, {counted(len(self.leaves), 'leaf', 'leaves')}, "
-            f"{counted(self.shape.total_rows, 'row')}",
-            rule=rule,
-            remedy="change or drop a key",
-        )
 
     def _nothing_fits(self) -> AugTreeError:
         """The error of the tree that fits nowhere: what it needs here, and how many ranks would do."""
         if self.config.lock_step and self._pool.jobs.leanest is not None:
             lean = self._pool.jobs.leanest
             return self.over_budget(str(lean.choice), lean.peak + self.prices.cluster.base_bytes)
-        jobs, limit = self._jobs(), self._limit()
+        jobs, limit = self._jobs(), self._limit
         degree, copies = self.forced.get("degree", 0), self.forced.get("copies", 0)
         pool = self._pool_of(degree, jobs)
         for tree, root in enumerate(self.shape.roots):
@@ -381,7 +251,7 @@ class Search:
             if jobs.leanest is not None:
                 base = self.prices.cluster.base_bytes
                 return self.over_budget(str(jobs.leanest.choice), jobs.leanest.peak + base, root, jobs)
-        return self._refusal(_ROOM_FOR_KEYS)
+        return self.asked.no_room()
 
     def over_budget(
         self, lean: str, needs: int, root: int | None = None, jobs: Jobs | None = None
@@ -408,7 +278,7 @@ class Search:
 
     def _ranks_that_fit(self, jobs: Jobs, nodes: Sequence[int]) -> int:
         """The narrowest wider block on which a tree fits, up to eight times the limit; 0 is none."""
-        width, most = 1 << self._limit().bit_length(), 8 * self._limit()
+        width, most = 1 << self._limit.bit_length(), 8 * self._limit
         jobs = self._jobs(limit=most)
         while width <= most:
             if jobs.with_copies(nodes, width) is not None:
