@@ -13,7 +13,7 @@ namespace augtree {
 class Counted {
 public:
     Counted(Jobs& jobs, const Nodes& inner, const Nodes& leaves)
-        : jobs_(jobs), inner_(inner), leaves_(leaves), memory_(jobs.scratch.get(), Jobs::kScratch) {}
+        : jobs_(jobs), inner_(inner), leaves_(leaves), memory_(Jobs::scratch(), Jobs::kScratch) {}
 
     std::vector<Offer> offers(const Choice& choice) {
         if (!choice.phased || inner_.empty() || leaves_.empty()) {

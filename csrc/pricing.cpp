@@ -150,7 +150,7 @@ std::pair<i64, i64> price(
     std::vector<PipelinePass> piped;
     for (i64 i = 0; i < count; ++i) {
         const i64* r = table.data() + i * FIELDS;
-        std::pmr::monotonic_buffer_resource memory(jobs.scratch.get(), Jobs::kScratch);
+        std::pmr::monotonic_buffer_resource memory(Jobs::scratch(), Jobs::kScratch);
         const Placement placed = place(f, lanes[i], jobs.options.unit, &memory);
         Placements states(&memory);
         for (int read : reads[i]) states.push_back(&*kept_rows[read]);

@@ -228,7 +228,11 @@ public:
     std::optional<Offer> leanest;
     // For one job's passes at a time: most of the time would go to taking and giving back memory.
     static constexpr std::size_t kScratch = 1 << 20;
-    const std::unique_ptr<std::byte[]> scratch{new std::byte[kScratch]};
+    // Kept for all of a thread: given back to the system, its pages would be cleared again for every forest.
+    static std::byte* scratch() {
+        thread_local const std::unique_ptr<std::byte[]> held{new std::byte[kScratch]};
+        return held.get();
+    }
 
 private:
     std::vector<Nodes> copies_of(const Nodes& nodes, i64 copies);

@@ -48,7 +48,7 @@ py::array_t<i64> rank_times(
             }
             mine.at.push_back(mine.spans.size());
         }
-        std::pmr::monotonic_buffer_resource passing(jobs.scratch.get(), Jobs::kScratch);
+        std::pmr::monotonic_buffer_resource passing(Jobs::scratch(), Jobs::kScratch);
         Placements states(&passing);
         for (i64 k = 0; k < r[READS]; ++k) states.push_back(&placed[*read++]);
         PassSpec p;
