@@ -121,8 +121,9 @@ class Pool:
             for shared in self._with_shared(joint, best):
                 best = min(best, shared.time_ns)
                 yield shared
-        for seated in self._uniform.seatings(best):
-            for made in self._counted_if_near(seated, best, first and first.time_ns):
+        uniform = Uniform(self)  # no attribute: a cycle would keep all of it until the collector comes
+        for seated in uniform.seatings(best):
+            for made in self._counted_if_near(uniform, seated, best, first and first.time_ns):
                 first = _shorter(first, made)
                 best = made.time_ns if best is None else min(best, made.time_ns)
                 yield made
@@ -130,7 +131,7 @@ class Pool:
             yield from searched(self, first)
 
     def _counted_if_near(
-        self, seated: Seated, best: int | None, first: int | None
+        self, uniform: Uniform, seated: Seated, best: int | None, first: int | None
     ) -> Iterator[Arrangement]:
         """A uniform seating's arrangements, where estimates, a few per cent off, come near to the best; what
         ends no earlier than `first` is of no other use."""
@@ -150,7 +151,7 @@ class Pool:
                 if near and 50 * self._saved_ns(seated.where[0][0]) <= best:
                     return
                 if near:
-                    seated = self._uniform.whole(seated, best) or seated
+                    seated = uniform.whole(seated, best) or seated
         offers = self._one_pass_each(seated, best)
         if offers is not None:
             placed = [Placed(Job(nodes, 0, offer), start) for nodes, start, offer in offers]
@@ -335,10 +336,6 @@ class Pool:
         return settled
 
     # Uniform degrees.
-
-    @cached_property
-    def _uniform(self) -> Uniform:
-        return Uniform(self)
 
     @cached_property
     def ideals(self) -> list[int]:
