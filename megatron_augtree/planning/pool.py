@@ -23,7 +23,7 @@ from megatron_augtree.planning.jobs import Jobs
 from megatron_augtree.planning.joint import schedule
 from megatron_augtree.planning.least import Least
 from megatron_augtree.planning.logits import SmallWaves
-from megatron_augtree.planning.offers import SKIPPED, Job, Offer, cost_of
+from megatron_augtree.planning.offers import SKIPPED, Job, cost_of
 from megatron_augtree.planning.sharing import merged, searched
 from megatron_augtree.planning.tree import ForestShape
 from megatron_augtree.planning.uniform import Uniform
@@ -148,14 +148,21 @@ class Pool:
                 for shared in self._with_shared(made, least):
                     yield shared
                     best = min(best, shared.time_ns)
-                if near and 50 * self._saved_ns(seated.where[0][0]) <= best:
+                if near and not self._launches_rule(seated, best):
                     return
-                if near:
-                    seated = uniform.whole(seated, best) or seated
-        offers = self._one_pass_each(seated, best)
-        if offers is not None:
-            placed = [Placed(Job(nodes, 0, offer), start) for nodes, start, offer in offers]
-            yield arrange(f"{seated.name}, one pass a block", placed, self.world, self.stages)
+        made = self._one_pass_each(seated, best)
+        if made is not None:
+            yield made
+            best = made.time_ns if best is None else min(best, made.time_ns)
+        if best is None or not self._launches_rule(seated, best):
+            return
+        # Elsewhere only where one pass is a fiftieth: estimating all trees takes long.
+        if near or made is not None or 50 * self.pass_ns >= best:
+            for other in uniform.whole(seated):
+                made = self._one_pass_each(other, best)
+                if made is not None:
+                    yield made
+                    best = min(best, made.time_ns)
 
     def _ends_late(self, seated: Seated, best: int, first: int) -> bool:
         """Whether a uniform seating's fullest block alone, counted in every way, ends no earlier than the
@@ -174,11 +181,13 @@ class Pool:
         small = [x for way in ways for x in self._if_logits_twice(way, best)]
         return min(x.time_ns for x in ways) >= first and all(x.time_ns >= best for x in small)
 
-    def _one_pass_each(
-        self, seated: Seated, best: int | None
-    ) -> list[tuple[tuple[int, ...], int, Offer]] | None:
-        """(nodes, first rank, offer) of every block, its trees in one pass; None where one does not fit, or
-        where estimates do not come near to the best: the fullest block says so first."""
+    def _launches_rule(self, seated: Seated, best: int) -> bool:
+        """Whether what a block's passes cost whatever their rows is a fiftieth of the best."""
+        return 50 * self._saved_ns(seated.where[0][0]) > best
+
+    def _one_pass_each(self, seated: Seated, best: int | None) -> Arrangement | None:
+        """Every block's trees in one pass; None where one does not fit, or where estimates do not come near
+        to the best: the fullest block says so first."""
         if self.jobs.options.copies > 1:
             return None
         blocks = sorted(self._blocks(seated).items(), key=lambda x: -sum(self.ideals[t] for t in x[1]))
@@ -200,13 +209,13 @@ class Pool:
                     self.too_wide = width
                 return None
             found.append((nodes, width, start))
-        offers = []
+        placed = []
         for nodes, width, start in found:
             offer = self.jobs.best(nodes, width)
             if offer is None:
                 return None
-            offers.append((nodes, start, offer))
-        return offers
+            placed.append(Placed(Job(nodes, 0, offer), start))
+        return arrange(f"{seated.name}, one pass a block", placed, self.world, self.stages)
 
     def _blocks(self, seated: Seated) -> dict[tuple[int, int], list[int]]:
         """(ranks, first rank) -> its trees, ascending."""

@@ -70,15 +70,22 @@ class Uniform:
             finish = max(_loads(costs, where, blocks)) if plain else NEVER
             yield Seated(f"degree {degree}{name}", [(degree, degree * block) for block in where], finish)
 
-    def whole(self, seated: Seated, best: int) -> Seated | None:
-        """Trees on the blocks of a seating's degree by what they cost as one job each, which can share passes
-        where parts of trees cannot; None where one does not fit."""
+    def whole(self, seated: Seated) -> Iterator[Seated]:
+        """Other ways to deal the trees to the blocks of a seating's degree, for passes that they share: by
+        their work, and by what they cost as one job each, longest first and searched. None of these is what
+        a tree adds to a pass; which one is nearest shows when the passes are counted."""
         pool, degree = self.pool, seated.where[0][0]
         offers = [pool.jobs.estimate(tree, degree) for tree in pool.trees]
-        if any(offer is None for offer in offers):
-            return None
-        costs = [offer.cost for offer in offers]
-        return next(self._dealt(degree, costs, True, best))
+        blocks, seen = pool.world // degree, [[start // degree for _, start in seated.where]]
+        ways = [(pool.ideals, pool.ideals)]
+        if None not in offers:
+            ways.append(([x.cost for x in offers], [x.cost - pool.launch_ns for x in offers]))
+        for costs, added in ways:
+            searched = self._balanced(added, blocks, True, None, degree)
+            for where in (longest_first(costs, [0] * blocks), searched):
+                if not any(same_mates(where, other) for other in seen):
+                    seen.append(where)
+                    yield seated._replace(where=[(degree, degree * block) for block in where])
 
     def _balanced(
         self, costs: Sequence[int], blocks: int, plain: bool, best: int | None, degree: int

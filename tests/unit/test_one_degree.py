@@ -10,6 +10,7 @@ import pytest
 from megatron_augtree.config import AugTreeConfig, InfeasiblePlanError
 from megatron_augtree.data.workloads import WORKLOADS, workload
 from megatron_augtree.planning import native, one_degree
+from megatron_augtree.planning.baselines import variants
 from megatron_augtree.planning.cluster import preset
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.planner import decide, make_plan
@@ -83,6 +84,18 @@ def test_no_forced_degree_is_faster_for_many_trees(name, budget):
     config = AugTreeConfig(cluster="h100", memory_budget_gib=budget)
     chosen = decide(shape, MODEL, 64, config, tree_groups=range(64))
     assert len(shape.rows) == 576 and chosen.time_ns <= best_forced(shape, 64, config)[0]
+
+
+@pytest.mark.skipif(native.core() is None, reason="Python alone takes minutes")
+@pytest.mark.parametrize("name, seed", [("openthoughts", 0), ("openthoughts", 1), ("lmsys", 1)])
+def test_the_best_degree_of_a_peer_is_not_faster(name, seed):
+    """Balanced passes of all trees of a block, at a degree that is chosen afterwards; full recompute."""
+    shape, groups = step_of_lengths(workload(name, 64, seed)).merged.shape, range(64)
+    model, config = replace(MODEL, recomputed=MODEL.layers), AugTreeConfig(cluster="h100", recompute="flags")
+    search = Search(shape, Prices(model, preset("h100")), 64, config, groups)
+    peers = variants("dcp-fused", shape, groups, 64, search.costs(), (2, 4, 8, 16))
+    fastest = min(search.costs().price(shape, recipes, events)[0] for recipes, events, _ in peers)
+    assert search.run().time_ns <= fastest
 
 
 @pytest.mark.skipif(native.core() is None, reason="Python alone takes minutes")
