@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_augtree.planning.candidates import job_recipes
+from megatron_augtree.planning.candidates import Choice, job_recipes
 from megatron_augtree.planning.offers import Job
 from megatron_augtree.planning.plan import Event
 from megatron_augtree.planning.recipe import Recipe
@@ -56,6 +57,11 @@ class Arrangement:
     time_ns: int
     peak_bytes: int
 
+    @cached_property
+    def seats(self) -> tuple[tuple[int, tuple[int, ...], Choice], ...]:
+        """(first rank, nodes, choice) of each job: what the plan is made of, however jobs were compared."""
+        return tuple((x.start, x.job.nodes, x.job.offer.choice) for x in self.placed)
+
     def recipes(self, shape: ForestShape, pairs_per_row: int) -> tuple[list[Recipe], list[Event]]:
         """Passes and events, job after job."""
         recipes: list[Recipe] = []
@@ -81,6 +87,14 @@ def arrange(name: str, placed: Sequence[Placed], world: int, stages: int) -> Arr
     slots = [x.job.offer.slot if stages > 1 else 0 for x in placed]
     order = sorted(range(len(placed)), key=lambda i: (-placed[i].width, placed[i].start, -slots[i], i))
     return Arrangement(name, tuple(placed[i] for i in order), time, peak)
+
+
+def differing(made: Iterable[Arrangement]) -> list[Arrangement]:
+    """The first of those with the same plan."""
+    found: dict[tuple, Arrangement] = {}
+    for x in made:
+        found.setdefault(x.seats, x)
+    return list(found.values())
 
 
 def busy_ranks(blocks: Iterable[tuple[int, int, int]], world: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from megatron_augtree.planning.arrangement import Arrangement, Placed
+from megatron_augtree.planning.arrangement import Arrangement, Placed, differing
 from megatron_augtree.planning.jobs import Jobs
 
 #: Waves that all jobs are tried in; 0 is fused.
@@ -42,7 +42,7 @@ def played(
         in_waves: prices of jobs in so many waves, 0 for fused ones; None where they are not to be changed.
         room: bytes that a rank's peak may have.
     """
-    found = list(map(price, _differing(finalists)))
+    found = list(map(price, differing(finalists)))
     ways = [(waves, jobs) for waves in WAVES if (jobs := in_waves(waves)) is not None]
     for x in _best(found, BEST_IN_WAVES):
         found += map(price, _in_other_waves(x, ways))
@@ -53,12 +53,7 @@ def played(
 
 def _best(found: Sequence[Arrangement], most: int) -> list[Arrangement]:
     """The shortest of those that differ."""
-    return sorted(_differing(found), key=lambda x: x.time_ns)[:most]
-
-
-def _differing(found: Sequence[Arrangement]) -> list[Arrangement]:
-    """The first of those with the same jobs in the same order."""
-    return list({x.placed: x for x in reversed(found)}.values())
+    return sorted(differing(found), key=lambda x: x.time_ns)[:most]
 
 
 def _in_other_waves(x: Arrangement, ways: Sequence[tuple[int, Jobs]]) -> Iterator[Arrangement]:

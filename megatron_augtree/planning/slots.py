@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_augtree.planning.arrangement import Arrangement, Placed, arrange
+from megatron_augtree.planning.arrangement import Arrangement, Placed, arrange, differing
 from megatron_augtree.planning.jobs import Jobs
 
 _SHORTER = ", shorter slots"
@@ -23,7 +23,8 @@ FINALISTS = 12
 
 def promising(made: Sequence[Arrangement], most: int = PROMISING) -> list[Arrangement]:
     """The shortest arrangements, and those that would be the shortest if the pipeline took no time to fill
-    and drain; so many of either kind."""
+    and drain; so many of either kind that differ: pools with other weights find the same again."""
+    made = differing(made)
     orders = (lambda x: x.time_ns, lambda x: max(_busy(x)))
     return list(dict.fromkeys(x for order in orders for x in sorted(made, key=order)[:most]))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from megatron_augtree.config import AugTreeConfig
-from megatron_augtree.planning import fast, finalists, native
+from megatron_augtree.planning import fast, finalists, native, slots
 from megatron_augtree.planning.arrangement import Arrangement
 from megatron_augtree.planning.cluster import preset
 from megatron_augtree.planning.cost import PassPrice, Prices
@@ -180,6 +180,22 @@ def test_waves_and_orders_are_tried_where_they_fit():
     assert kept and all(x.peak_bytes <= room for x in kept)
     orders_only = finalists.played([made], priced, lambda waves: None, 1 << 60)
     assert len(orders_only) == 1 + 4
+
+
+def test_the_same_plan_is_a_finalist_once():
+    """Whatever weight its pool compared jobs by: else copies of the best would leave others no place."""
+    trees = [from_lengths(prompt, list(leaves)) for prompt, leaves in RAGGED]
+    batch = Batch(forest(*trees), Prices(replace(GQA, stages=4), preset("h100")), 4, 4, 1 << 60)
+    found = list(batch.pool.arrangements())
+
+    def weighed(x: Arrangement) -> Arrangement:
+        jobs = [replace(p.job, offer=p.job.offer._replace(cost=p.job.offer.cost + 1)) for p in x.placed]
+        return replace(x, placed=tuple(replace(p, job=job) for p, job in zip(x.placed, jobs)))
+
+    again = list(map(weighed, found))
+    assert {x.placed for x in again}.isdisjoint(x.placed for x in found)
+    for most in (1, 2, 5):
+        assert slots.promising(found + again, most) == slots.promising(found, most)
 
 
 def test_a_forced_phase_is_kept():
