@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megatron_augtree.planning.arrangement import Arrangement, Placed, differing
 from megatron_augtree.planning.jobs import Jobs
+from megatron_augtree.planning.plan import counted
 
 #: Waves that all jobs are tried in; 0 is fused.
 WAVES = (0, 1, 2, 4, 8, 16)
@@ -63,7 +64,7 @@ def _in_other_waves(x: Arrangement, ways: Sequence[tuple[int, Jobs]]) -> Iterato
         for p in x.placed:
             offer = jobs.best(p.job.nodes, p.width)
             placed.append(p if offer is None else replace(p, job=replace(p.job, offer=offer)))
-        name = f"{x.name}, {f'in {waves} waves' if waves else 'all fused'}"
+        name = f"{x.name}, {'in ' + counted(waves, 'wave') if waves else 'all fused'}"
         yield replace(x, name=name, placed=tuple(placed))
 
 

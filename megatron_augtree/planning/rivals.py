@@ -330,10 +330,9 @@ class Rivals:
                 return self._ends_late(mode, mine, time_ns)
 
     def _ends_late(self, mode: str, mine: Sequence[Seat], time_ns: int) -> bool:
-        """Whether a rank that plays these seats does not end before. They are priced a few at a time: it
-        takes as long as all of them, and none that is left less than its even share."""
-        pool = self.pool
-        few = 4 if pool.stages == 1 else len(mine)  # a pipeline drains once for all of them
+        """Whether a rank that plays these seats, without a pipeline, does not end before. They are priced a
+        few at a time: it takes as long as all of them, and none that is left less than its even share."""
+        pool, few = self.pool, 4
         shares = [self._alone[tree] // width + pool.launch_ns for tree, _, width in mine]
         left, done = sum(shares), 0
         for first in range(0, len(mine), few):

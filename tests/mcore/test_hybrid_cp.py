@@ -8,7 +8,7 @@ import pytest
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
 from megatron_augtree.planning.baselines import baseline_recipes, variants
-from megatron_augtree.planning.baselines.hybrid import degree_of, greedy, rounds
+from megatron_augtree.planning.baselines.hybrid import degrees_by_rows, greedy, rounds
 from megatron_augtree.planning.tree import ForestShape
 
 
@@ -62,14 +62,15 @@ def test_degrees_rounds_and_loads_are_megatrons(chunk):
     for seed in range(40 * chunk, 40 * chunk + 40):
         lengths, limit, world = lengths_of(seed)
         theirs = BalancedCPScheduler(limit, Pool(world))
-        assert [theirs.gpus_needed(n) for n in lengths] == [degree_of(n, limit, world) for n in lengths]
+        assert [theirs.gpus_needed(n) for n in lengths] == degrees_by_rows(lengths, limit, world)
         _, wanted = theirs.get_groups_and_subsamples(list(enumerate(lengths)), None)
         made = rounds(lengths, limit, world)
         assert [ranks_of(seats, world) for seats in made] == wanted, seed
         for seats, ranks in zip(made, wanted):
             assert work(ranks_of(seats, world), lengths) == work(ranks, lengths)
         several += len(made) > 1
-        widened += any(s.width > degree_of(lengths[s.item], limit, world) for seats in made for s in seats)
+        asked = degrees_by_rows(lengths, limit, world)
+        widened += any(s.width > asked[s.item] for seats in made for s in seats)
     assert several and widened
 
 

@@ -25,7 +25,7 @@ from megatron_augtree.planning.baselines import (
     seatings,
     variants,
 )
-from megatron_augtree.planning.baselines.hybrid import degree_of, greedy, rounds, widths
+from megatron_augtree.planning.baselines.hybrid import degrees_by_rows, greedy, rounds, widths
 from megatron_augtree.planning.cluster import PRESETS, preset
 from megatron_augtree.planning.cost import Prices
 from megatron_augtree.planning.model import ModelShape
@@ -170,10 +170,9 @@ BATCHES = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5))
 
 
 def test_degrees_follow_rows():
-    assert [degree_of(rows, 100, 8) for rows in (1, 100, 101, 200, 201, 400, 401, 9999)] == [
-        *[1, 1, 2, 2, 4, 4, 8, 8]
-    ]
-    assert [degree_of(rows, 100, 6) for rows in (400, 401)] == [4, 6]
+    lengths = 0, 1, 100, 101, 200, 201, 400, 401, 9999
+    assert degrees_by_rows(lengths, 100, 8) == [1, 1, 1, 2, 2, 4, 4, 8, 8]
+    assert degrees_by_rows((400, 401), 100, 6) == [4, 6]
     assert widths(1) == [1] and widths(6) == [1, 2, 4, 6] and widths(8) == [1, 2, 4, 8]
 
 

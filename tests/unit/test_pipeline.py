@@ -66,9 +66,10 @@ def test_a_short_pass_fills_for_a_long_one():
 
 
 def test_hops_delay_but_keep_no_stage_busy():
-    """One pass waits for each of them; of many only the first forward and the last backward do."""
+    """One pass waits for each of them. Of many, two are under way on two stages, each for 10 + 5 + 30 + 5 + 20;
+    were stages busy with what they send, too, each had 40 to do for every pass."""
     assert ends([(10, 20)], 3, hop=5) == 90 + 4 * 5
-    assert ends([(10, 20)] * 40, 2, hop=5) <= 41 * 30 + 2 * 5 + 40 * 5
+    assert ends([(10, 20)] * 40, 2, hop=5) == 30 + 40 * 70 // 2
 
 
 def test_a_prompt_waits_for_its_waves_on_every_stage():
@@ -145,7 +146,7 @@ EVEN = ((700, (4677, 441, 1158, 9384)), (74, (3878, 2671, 627)))
 @pytest.mark.parametrize("groups", (RAGGED, EVEN))
 @pytest.mark.parametrize(("world", "stages", "cluster"), ((2, 4, "h100"), (4, 2, "paper"), (8, 4, "cpu")))
 def test_what_is_chosen_is_played(groups, world, stages, cluster):
-    """The plan's seconds are its price, near what the simulator says, and no finalist was shorter."""
+    """The plan's seconds are its price, and near what the simulator says."""
     shape = forest(*(from_lengths(prompt, list(leaves)) for prompt, leaves in groups))
     prices = Prices(replace(SMALL, stages=stages), preset(cluster))
     config = AugTreeConfig(cluster=cluster, memory_budget_gib=1000)

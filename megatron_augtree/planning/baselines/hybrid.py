@@ -27,13 +27,8 @@ class Seat(NamedTuple):
     width: int
 
 
-def degree_of(rows: int, rows_per_rank: int, world: int) -> int:
-    """The smallest power of two of ranks that hold `rows` within the limit; at most the pool."""
-    return degrees_by_rows([rows], rows_per_rank, world)[0]
-
-
 def degrees_by_rows(lengths: Sequence[int], rows_per_rank: int, world: int) -> list[int]:
-    """`degree_of` each."""
+    """Of each length the smallest power of two of ranks that hold its rows within the limit; at most the pool."""
     more = ((rows - 1) // rows_per_rank if rows else 0 for rows in lengths)  # ranks beside the first
     return [min(1 << ranks.bit_length(), world) for ranks in more]
 
