@@ -82,7 +82,8 @@ def may_end(pool: Pool, degree: int, best: int | None) -> bool:
 
 def is_slow(pool: Pool, degree: int, best: int | None) -> bool:
     """Whether wide blocks with several trees each take a tenth more than the best, were all blocks as full:
-    by the estimate of the fullest one's trees in one pass, the fewest launches there are."""
+    by the fullest one's trees in one pass, the fewest launches there are. If its estimate says so, it is
+    counted, too: of few rows a rank estimates are off by more than that."""
     blocks = pool.world // degree
     if best is None or degree < _WIDE or len(pool.trees) < _SEVERAL * blocks:
         return False
@@ -92,5 +93,6 @@ def is_slow(pool: Pool, degree: int, best: int | None) -> bool:
         loads[block] += ideal
     full = loads.index(max(loads))
     nodes = tuple(n for tree, block in zip(pool.trees, where) if block == full for n in tree)
-    offer = jobs.estimate(nodes, degree)
-    return offer is not None and 10 * (offer.cost - jobs.ideal(nodes, degree) + pool.floor_ns) > 11 * best
+    ways = (make(nodes, degree) for make in (jobs.estimate, jobs.best))
+    least = jobs.ideal(nodes, degree) - pool.floor_ns
+    return all(offer is not None and 10 * (offer.cost - least) > 11 * best for offer in ways)

@@ -60,6 +60,17 @@ def test_no_forced_degree_is_faster(seed):
     assert chosen.time_ns <= forced, f"degree {degree}"
 
 
+@pytest.mark.skipif(native.core() is None, reason="Python alone takes seconds")
+def test_no_forced_degree_is_faster_where_ranks_have_few_rows():
+    """One or two rows a rank: estimates said half as much again of wide blocks as there was."""
+    prompts = (1, 3, 1, 1, 3, 3, 2, 2, 2)
+    lengths = [[1 + (7 * i + 3 * k) % 4 for k in range(1 + 5 * i % 4)] for i in range(len(prompts))]
+    shape = step_of_lengths(list(zip(prompts, lengths))).merged.shape
+    config, groups = AugTreeConfig(cluster="cpu", memory_budget_gib=1e6), range(len(shape.roots))
+    chosen = decide(shape, MODEL, 30, config, tree_groups=groups)
+    assert chosen.time_ns <= best_forced(shape, 30, config)[0]
+
+
 def test_degrees_that_are_passed_over_end_late():
     """On small batches most degrees are passed over, and none of those would have been the best."""
     passed = 0

@@ -66,8 +66,8 @@ def test_a_short_pass_fills_for_a_long_one():
 
 
 def test_hops_delay_but_keep_no_stage_busy():
-    """One pass waits for each of them. Of many, two are under way on two stages, each for 10 + 5 + 30 + 5 + 20;
-    were stages busy with what they send, too, each had 40 to do for every pass."""
+    """One pass waits for each of them. Of many, two are under way on two stages, each for 10 + 5 + 30 + 5 +
+    20; were stages busy with what they send, too, each had 40 to do for every pass."""
     assert ends([(10, 20)], 3, hop=5) == 90 + 4 * 5
     assert ends([(10, 20)] * 40, 2, hop=5) == 30 + 40 * 70 // 2
 

@@ -28,7 +28,7 @@ class Seat(NamedTuple):
 
 
 def degrees_by_rows(lengths: Sequence[int], rows_per_rank: int, world: int) -> list[int]:
-    """Of each length the smallest power of two of ranks that hold its rows within the limit; at most the pool."""
+    """[length] the smallest power of two of ranks that hold its rows within the limit; at most the pool."""
     more = ((rows - 1) // rows_per_rank if rows else 0 for rows in lengths)  # ranks beside the first
     return [min(1 << ranks.bit_length(), world) for ranks in more]
 
