@@ -86,6 +86,30 @@ def paper_points(data: dict, lengths: str) -> Iterator[str]:
     yield from bars(data)
 
 
+#: Bars that are missed, as (peer, sets of lengths).
+_MISSED = (("dcp-phased", SETS), ("paper", SETS[:1]))
+
+
+def paper_missed(data: dict) -> Iterator[str]:
+    """Point by point: how many times as long as ours a peer takes whose mean misses its bar, how many times
+    as long as the bound ours does, and seconds that the peer spends more on launches, padding, the rest."""
+    lines = []
+    for rows in zip(*(paper_rows(data, lengths, "serial") for lengths in SETS)):
+        line = [rows[0]["name"]]
+        for peer, sets in _MISSED:
+            for row in rows[: len(sets)]:
+                its, mine = row["modes"][peer], row["parts"]
+                more = {part: its["parts"][part] - mine[part] for part in mine}
+                launches, padding = more.pop("launches"), more.pop("padding")
+                spent = (f"{round(part, 2) + 0:.2f}" for part in (launches, padding, sum(more.values())))
+                line += [f"{ratio_of(row, peer, 'priced'):.3f}", f"{ratio_of(row, 'bound', 'priced'):.2f}",
+                         ", ".join(spent)]  # fmt: skip
+        lines.append(line)
+    names = ("over ours", "ours over the bound", "launches, padding, rest")
+    each = (f"`{peer}`, {lengths}" for peer, sets in _MISSED for lengths in sets)
+    yield from grid(["priced", *(f"{head}: {name}" for head in each for name in names)], lines)
+
+
 def paper_slower(data: dict) -> Iterator[str]:
     """Points on which a peer is faster, beyond a tie."""
     for row in data["rows"]:
@@ -258,6 +282,7 @@ def together(data: dict) -> Iterator[str]:
 TABLES = {
     "paper_ratios": Table("paper_table", "rows", paper_ratios),
     "paper_points": Table("paper_table", "rows", paper_points, _POINTS),
+    "paper_missed": Table("paper_table", "rows", paper_missed, "priced"),
     "pool_ratios": Table("pool_table", "rows", pool_ratios),
     "pool_means": Table("pool_table", "rows", pool_means, "priced"),
     "families": Table("ablations", "tables", families),
