@@ -264,19 +264,19 @@ def print_pool(rows: Sequence[dict]) -> None:
         print_ratios(of, f"{name}: times as long as ours; {said}")
 
 
-def check(pools: dict[tuple[int, int], list[dict]], bars: Bars) -> None:
-    """The issue's bars, under full recompute for all, on both columns; misses batch by batch."""
-    for pool, (others, most) in BARS.items():
-        for column in COLUMNS if pool in pools else ():
-            rows, name = pools[pool], f"{pool[0]} x {pool[1]}, {column}"
-            for other, bar in others.items():
-                values = values_of(rows, other, column)
-                if not bars.least(f"{name}: mean over {other}", statistics.mean(values), bar):
-                    explain_mean(rows, other, column)
-                    explain_rows(rows, other, column)
-            values = values_of(rows, "bound", column)
-            if not bars.most(f"{name}: mean of ours / bound", statistics.mean(values), most):
-                explain_rows(rows, "bound", column)
+def check(pool: tuple[int, int], rows: Sequence[dict], bars: Bars) -> None:
+    """A pool's bars, if it has some, under full recompute for all, on both columns; misses batch by batch."""
+    others, most = BARS.get(pool, ({}, None))
+    for column in COLUMNS if others else ():
+        name = f"{pool[0]} x {pool[1]}, {column}"
+        for other, bar in others.items():
+            values = values_of(rows, other, column)
+            if not bars.least(f"{name}: mean over {other}", statistics.mean(values), bar):
+                explain_mean(rows, other, column)
+                explain_rows(rows, other, column)
+        values = values_of(rows, "bound", column)
+        if not bars.most(f"{name}: mean of ours / bound", statistics.mean(values), most):
+            explain_rows(rows, "bound", column)
 
 
 def explain_mean(rows: Sequence[dict], other: str, column: str) -> None:
@@ -313,21 +313,19 @@ def cases_of(args: argparse.Namespace) -> Iterator[list[Case]]:
 
 
 def main() -> None:
-    """Prints each pool's tables when it is done, then the bars."""
+    """Prints each pool's tables, and its bars, when it is done."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="pools, as 64x64,1024x64; default all")
-    args, bars, pools = parser.parse_args(), Bars(), {}
+    args, bars = parser.parse_args(), Bars()
     report = {**report_of([CLUSTER]), "budget_gib": USUAL, "rows": []}
     for cases in cases_of(args):
         rows = run_cases(row_of, cases, args.jobs, "batch")
-        pools[cases[0].pool] = rows
         report["rows"] += rows
+        print_pool(rows)
+        check(cases[0].pool, rows, bars)
+        report["bars"] = bars.checked
         if args.json:  # what is done is done
             write_json(args.json, report)
-        print_pool(rows)
-    if not args.quick:
-        print()
-        check(pools, bars)
     finish(args, report, bars)
 
 
