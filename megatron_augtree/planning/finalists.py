@@ -38,12 +38,12 @@ def played(
     """The finalists at the price of their plans, and what became of the best of them.
 
     Args:
-        finalists: arrangements, estimated.
+        finalists: arrangements that differ, estimated.
         price: plays one.
         in_waves: prices of jobs in so many waves, 0 for fused ones; None where they are not to be changed.
         room: bytes that a rank's peak may have.
     """
-    found = list(map(price, differing(finalists)))
+    found = list(map(price, finalists))
     ways = [(waves, jobs) for waves in WAVES if (jobs := in_waves(waves)) is not None]
     for x in _best(found, BEST_IN_WAVES):
         found += map(price, _in_other_waves(x, ways))

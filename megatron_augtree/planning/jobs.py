@@ -17,6 +17,7 @@ from megatron_augtree.planning.candidates import Choice, copies_of, split_inner
 from megatron_augtree.planning.choices import ChoiceSearch
 from megatron_augtree.planning.cost import PassPrice, Prices
 from megatron_augtree.planning.demand import Demand, Pair
+from megatron_augtree.planning.lanes import node_costs
 from megatron_augtree.planning.offers import NEVER, SKIPPED, Job, Offer, Options, cost_of
 from megatron_augtree.planning.priced import Priced
 from megatron_augtree.planning.tree import ForestShape
@@ -99,7 +100,7 @@ class Jobs:
     def _sums(self) -> tuple[list[int], list[int]]:
         """[node, and one more] rows and pairs of all nodes before it."""
         shape = self.shape
-        areas = ((2 * start + rows + 1) * rows // 2 for start, rows in zip(shape.starts, shape.rows))
+        areas = node_costs(shape, range(len(shape.rows)), 0)
         return [0, *accumulate(shape.rows)], [0, *accumulate(areas)]
 
     def floor(self, nodes: Sequence[int], ranks: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from megatron_augtree.planning.cost import Prices
@@ -44,38 +45,55 @@ class Timing(Protocol):
         """ns from a stage to the next, or back."""
 
 
-class PricedTiming:
-    """Passes that take all ranks of a block as long as they are priced: the slowest rank's.
+class Hops:
+    """What passes hand on from stage to stage: beside other work, or a stage that sends is not free before.
 
     Args:
         blocks: [pass] its ranks.
-        times: [pass] (forward, backward) ns of a stage that is not the last, then of the last.
         rows: [pass][rank of its block in turn] rows.
         prices: model, with its stages, and machine.
         world: ranks of a stage.
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        times: Sequence[tuple[int, int, int, int]],
-        rows: Sequence[Sequence[int]],
-        prices: Prices,
-        world: int,
+        self, blocks: Sequence[Block], rows: Sequence[Sequence[int]], prices: Prices, world: int
     ) -> None:
-        self.blocks, self.times = blocks, times
         self.overlap, self.last = prices.cluster.overlap, prices.model.stages - 1
         self.hops = [hops_of(block, mine, prices, world) for block, mine in zip(blocks, rows)]
-
-    def lasts(self, pass_id: int, backward: bool, stage: int) -> Sequence[int]:
-        """See `Timing`; a stage that sends without overlap is not free before."""
-        time = self.times[pass_id][2 * (stage == self.last) + backward]
-        time += 0 if self.overlap else sent(self.hops[pass_id], backward, stage)
-        return [time] * len(self.blocks[pass_id])
 
     def hop(self, pass_id: int, stage: int) -> int:
         """See `Timing`."""
         return self.hops[pass_id][stage] if self.overlap else 0
+
+    def held(self, pass_id: int, backward: bool, stage: int) -> int:
+        """ns that a stage is not free for since it sends."""
+        at = stage - 1 if backward else stage
+        return self.hops[pass_id][at] if not self.overlap and 0 <= at < self.last else 0
+
+
+class PricedTiming(Hops):
+    """Passes that take all ranks of a block as long as they are priced: the slowest rank's.
+
+    Args:
+        times: [pass] (forward, backward) ns of a stage that is not the last, then of the last.
+        blocks, rows, prices, world: see `Hops`.
+    """
+
+    def __init__(
+        self,
+        times: Sequence[tuple[int, int, int, int]],
+        blocks: Sequence[Block],
+        rows: Sequence[Sequence[int]],
+        prices: Prices,
+        world: int,
+    ) -> None:
+        super().__init__(blocks, rows, prices, world)
+        self.times, self.blocks = times, blocks
+
+    def lasts(self, pass_id: int, backward: bool, stage: int) -> Sequence[int]:
+        """See `Timing`."""
+        time = self.times[pass_id][2 * (stage == self.last) + backward]
+        return [time + self.held(pass_id, backward, stage)] * len(self.blocks[pass_id])
 
 
 def hops_of(block: Block, rows: Sequence[int], prices: Prices, world: int) -> list[int]:
@@ -90,12 +108,6 @@ def hops_of(block: Block, rows: Sequence[int], prices: Prices, world: int) -> li
             slowest = max(slowest, rate.ns(mine * size) + c.message_ns)
         found.append(slowest)
     return found
-
-
-def sent(hops: Sequence[int], backward: bool, stage: int) -> int:
-    """ns that what a stage passes on travels."""
-    at = stage - 1 if backward else stage
-    return hops[at] if 0 <= at < len(hops) else 0
 
 
 def play(
@@ -125,11 +137,10 @@ class _Pipeline:
         self.reads, self.stages, self.timing = reads, stages, timing
         self.teams, size = _teams(blocks, world)
         #: [backward][team] its passes in the plan's order.
-        self.queue = [
-            [[e.pass_id for e in events if e.action == which and t in self.teams[e.pass_id]]
-             for t in range(size)]
-            for which in ("forward", "backward")
-        ]  # fmt: skip
+        self.queue: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(2)]
+        for action, p in events:
+            for team in self.teams[p]:
+                self.queue[action == "backward"][team].append(p)
         count = len(blocks)
         self.done = [[[False] * count for _ in range(stages)] for _ in range(2)]
         #: [backward][stage][pass] whether what comes from the stage before, or behind, is there.
@@ -140,7 +151,9 @@ class _Pipeline:
         #: [stage][team] passes between their forward and their backward.
         self.inside: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(stages)]
         #: [stage][pass] passes that read it and are not back yet.
-        waiting = [sum(p in mine for mine in reads) for p in range(count)]
+        waiting = [0] * count
+        for read in chain.from_iterable(reads):
+            waiting[read] += 1
         self.waiting = [list(waiting) for _ in range(stages)]
         self.extra = self.number = self.end = 0
         self.begun: list[Begun] = []

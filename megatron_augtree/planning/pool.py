@@ -143,9 +143,8 @@ class Pool:
             made = None if late else self._place(seated)
             if made is not None:
                 yield made
-                least = made.time_ns if best is None else min(best, made.time_ns)
-                best = least
-                for shared in self._with_shared(made, least):
+                best = made.time_ns if best is None else min(best, made.time_ns)
+                for shared in self._with_shared(made, best):
                     yield shared
                     best = min(best, shared.time_ns)
                 if near and not self._launches_rule(seated, best):

@@ -52,7 +52,7 @@ def price(plan: Plan, prices: Prices) -> Priced:
     time, stages = max(busy, default=0), prices.model.stages
     if stages > 1:
         blocks, rows = [p.block for p in plan.passes], [[x.rows for x in load.ranks] for load in loads]
-        timing = PricedTiming(blocks, times, rows, prices, plan.world)
+        timing = PricedTiming(times, blocks, rows, prices, plan.world)
         time = play(blocks, [p.reads for p in plan.passes], plan.events, plan.world, stages, timing)[1]
     base = prices.cluster.base_bytes if plan.passes else 0
     return Priced(plan, time, base + max(peak, default=0))

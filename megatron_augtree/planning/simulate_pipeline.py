@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_augtree.planning.cost import Prices
-from megatron_augtree.planning.pipeline import hops_of, play, sent
+from megatron_augtree.planning.pipeline import Hops, play
 from megatron_augtree.planning.plan import Plan
 from megatron_augtree.planning.simulate_pass import PassTimes, Played
 
@@ -47,23 +47,19 @@ def play_pipeline(plan: Plan, times: Sequence[PassTimes], prices: Prices) -> lis
     ]  # fmt: skip
 
 
-class _Simulated:
+class _Simulated(Hops):
     """A `pipeline.Timing` of simulated passes."""
 
     def __init__(self, plan: Plan, times: Sequence[PassTimes], prices: Prices) -> None:
-        self.times, self.last, self.overlap = times, prices.model.stages - 1, prices.cluster.overlap
-        self.hops = [hops_of(p.block, x.rows, prices, plan.world) for p, x in zip(plan.passes, times)]
+        super().__init__([p.block for p in plan.passes], [x.rows for x in times], prices, plan.world)
+        self.times = times
 
     def of(self, pass_id: int, backward: bool, stage: int) -> Played:
-        """How long it takes each rank; a stage that sends without overlap waits for it."""
+        """How long it takes each rank."""
         played = self.times[pass_id].of(backward, stage == self.last)
-        hop = 0 if self.overlap else sent(self.hops[pass_id], backward, stage)
-        return Played(played.end + hop, played.busy, played.exposed + hop)
+        held = self.held(pass_id, backward, stage)
+        return Played(played.end + held, played.busy, played.exposed + held)
 
     def lasts(self, pass_id: int, backward: bool, stage: int) -> list[int]:
         """See `Timing`."""
         return self.of(pass_id, backward, stage).end.tolist()
-
-    def hop(self, pass_id: int, stage: int) -> int:
-        """See `Timing`."""
-        return self.hops[pass_id][stage] if self.overlap else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_augtree.planning.arrangement import Arrangement, Placed, arrange, differing
+from megatron_augtree.planning.arrangement import Arrangement, Placed, arrange, busy_ranks, differing
 from megatron_augtree.planning.jobs import Jobs
 
 _SHORTER = ", shorter slots"
@@ -25,17 +25,14 @@ def promising(made: Sequence[Arrangement], most: int = PROMISING) -> list[Arrang
     """The shortest arrangements, and those that would be the shortest if the pipeline took no time to fill
     and drain; so many of either kind that differ: pools with other weights find the same again."""
     made = differing(made)
-    orders = (lambda x: x.time_ns, lambda x: max(_busy(x)))
+    orders = (lambda x: x.time_ns, _busiest)
     return list(dict.fromkeys(x for order in orders for x in sorted(made, key=order)[:most]))
 
 
-def _busy(x: Arrangement) -> list[int]:
-    """[rank] what its passes take."""
-    busy = [0] * max(p.start + p.width for p in x.placed)
-    for p in x.placed:
-        for rank in range(p.start, p.start + p.width):
-            busy[rank] += p.job.offer.time
-    return busy
+def _busiest(x: Arrangement) -> int:
+    """What the passes of its busiest rank take."""
+    world = max(p.start + p.width for p in x.placed)
+    return max(busy_ranks(((p.start, p.width, p.job.offer.time) for p in x.placed), world))
 
 
 def with_shorter_slots(made: Arrangement, ways: Sequence[Jobs], world: int) -> Arrangement | None:
