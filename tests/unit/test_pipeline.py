@@ -136,6 +136,25 @@ def test_twins(batch):
         assert price_recipes(pool.jobs, recipes, events, batch.world) == (priced.time_ns, priced.peak_bytes)
 
 
+@pytest.mark.parametrize("count", (1, 5))
+def test_stages_that_send_without_overlap_are_busy_for_as_long(count):
+    """By both engines: one pass takes its hops both ways; of several, a stage in the middle sends all of them
+    twice while it computes nothing."""
+    shape, found = forest(*[from_lengths(900, [400, 300])] * count), []
+    for overlap in (True, False):
+        cluster = replace(preset("h100"), overlap=overlap, node_ranks=1)
+        batch = Batch(shape, Prices(replace(SMALL, layers=6, stages=3), cluster), 1, 1, 1 << 60)
+        pool = batch.pool
+        arrangement = next(iter(pool.arrangements()))
+        plan, (recipes, events) = batch.plan(arrangement), arrangement.recipes(shape, batch.unit)
+        found.append(price(plan, batch.prices).time_ns)
+        assert price_recipes(pool.jobs, recipes, events, 1)[0] == found[-1]
+    beside, alone = found
+    times, hops = counted(plan, batch.prices)
+    assert alone >= sum(sum(time[:2]) + between for time, between in zip(times, hops))
+    assert alone == beside if len(plan.passes) == 1 else alone > beside
+
+
 #: The launchers' plans of four pipelines; waves, orders and whole peers win here.
 RAGGED = (
     (26876, (51901, 21243)), (12429, (10039, 19802, 13898)), (41420, (38424, 13510, 20367)), (171, (854,)),
